@@ -614,6 +614,23 @@ def test_trap_an_attribute_that_lies_on_several_devices():
     assert np.isfinite(mt.grad(one.loss, devices=2, towers=2)(1.0, X))
 
 
+@pytest.mark.parametrize("towers", [None, 2])
+def test_an_attribute_on_a_mesh_with_explicit_axes(towers):
+    """JAX says which meshes differ, and not what to write."""
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    one = Agent()
+    one.target = [jax.device_put(X, jax.NamedSharding(mesh, jax.P()))]
+
+    def loss(w, x):
+        return w * x * one.target[0].sum()
+
+    run = mt.grad(loss, devices=2, towers=towers)
+    with pytest.raises(mt.ArgumentError, match=r"mesh with explicit axes.*keep jax\.device_get"):
+        run(1.0, X)
+    one.target = [jax.device_get(one.target[0])]
+    np.testing.assert_allclose(run(1.0, X), np.mean(X) * np.sum(X), rtol=1e-6)
+
+
 @pytest.mark.parametrize("transform", [jax.jit, jax.grad])
 def test_an_attribute_that_is_traced(transform):
     one = Agent()

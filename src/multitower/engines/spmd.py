@@ -17,7 +17,7 @@ from multitower.engines.job import Job, Shared, TowerResult
 from multitower.engines.packing import SMALL, pack, unpack
 from multitower.engines.rounds import Rounds, Sent
 from multitower.engines.segments import constants_in
-from multitower.engines.tracing import Traced, refuse_filled, trace
+from multitower.engines.tracing import PASS_IT, Traced, refuse_filled, trace
 from multitower.errors import ArgumentError
 from multitower.towers.leaves import is_traced, wide_dtype
 from multitower.towers.placement import AXIS, Placement
@@ -220,11 +220,7 @@ def trace_in_mesh(fn: Any, args: tuple[Any, ...], num_towers: int) -> Traced:
             raise ArgumentError(
                 f"the function uses an array of shape {held.shape} that lies on "
                 f"{len(held.sharding.device_set)} devices, and is no argument of it: JAX refuses "
-                "that. Pass it to mt.value_and_grad as an "
-                "argument which every tower gets whole, such as target in "
-                "loss(params, target, batch) with in_axes=(None, None, 0), and to mt.train_step as "
-                "model_state, which the loss returns as it is; or, for small arrays, keep "
-                "jax.device_get of it there."
+                f"that. {PASS_IT}"
             )
     from multitower.engines.held import lifted  # noqa: PLC0415 (importing stays quick)
 

@@ -13,8 +13,9 @@ from jax.extend.core import jaxpr_as_fun
 
 from multitower.engines.collectives import axis_of, first_collective, place_of
 from multitower.engines.rounds import Rounds, cut_into_rounds
+from multitower.engines.segments import constants_in
 from multitower.errors import ArgumentError, OutputError
-from multitower.towers.leaves import is_traced, shape_of
+from multitower.towers.leaves import explicit_axes, is_key, is_traced, shape_of
 from multitower.towers.placement import AXIS, Placement
 from multitower.towers.surroundings import KEEPS_VALUES
 
@@ -24,6 +25,17 @@ _T = TypeVar("_T")
 _repeats = jax.make_user_context(default_value=False)
 
 
+PASS_IT = (
+    "Pass it to mt.value_and_grad as an argument which every tower gets whole, such as target in "
+    "loss(params, target, batch) with in_axes=(None, None, 0), and to mt.train_step as "
+    "model_state, which the loss returns as it is; or keep jax.device_get of it there."
+)
+_ON_EXPLICIT_AXES = (
+    "the function uses an array on a mesh with explicit axes, as jax.make_mesh makes them, that is "
+    f"no argument of it: JAX refuses that. {PASS_IT}"
+)
+# What JAX says if such an array meets others.
+_MESHES_DIFFER = "Mesh for all inputs should be equal"
 # Parameters of operations that may put arrays on several devices: meshes, and shardings of meshes.
 _PLACES = {
     "sharding_constraint": ["sharding"],
@@ -92,7 +104,8 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], num_towers: int) -> Tra
     number = len(leaves) - len(jax.tree.leaves(args[-1]))
     shapes = jax.tree.map(_shape, args)
     make = jax.make_jaxpr(fn, axis_env=axis_of(num_towers), return_shape=True)
-    program, result = make(*shapes)
+    with _explaining_meshes():
+        program, result = make(*shapes)
     refuse_other_places(program)
     return Traced(program, jax.tree.structure(result), number)
 
@@ -113,6 +126,8 @@ def refuse_kept_values(program: Any) -> None:
 def refuse_other_places(program: Any) -> None:
     """Refuses a function with a `jax.new_ref` made outside of it, or with a mesh of its own.
 
+    Also one that uses an array on a mesh with explicit axes.
+
     Args:
         program: its closed jaxpr.
 
@@ -126,6 +141,8 @@ def refuse_other_places(program: Any) -> None:
             "holds, ref[...], as an argument (mt.train_step takes it as model_state=), and return "
             "the new value."
         )
+    if any(map(_is_on_explicit_axes, constants_in(program))):
+        raise ArgumentError(_ON_EXPLICIT_AXES)
     found = first_collective(program, _is_on_several_devices)
     if found is not None:
         raise ArgumentError(
@@ -147,12 +164,30 @@ def look_by_shapes(look: Callable[..., _T], *shapes: Any, num_towers: int | None
         return ()
 
     axis = None if num_towers is None else axis_of(num_towers)
-    jax.make_jaxpr(body, axis_env=axis)(*shapes)
+    with _explaining_meshes():
+        jax.make_jaxpr(body, axis_env=axis)(*shapes)
     return found[0]
+
+
+@contextmanager
+def _explaining_meshes() -> Generator[None]:
+    """Says what to do where JAX says that meshes differ."""
+    try:
+        yield
+    except ValueError as error:
+        if _MESHES_DIFFER not in str(error):
+            raise
+        raise ArgumentError(_ON_EXPLICIT_AXES) from error
 
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
     return shape_of(leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf))
+
+
+def _is_on_explicit_axes(const: Any) -> bool:
+    if not isinstance(const, jax.Array) or is_traced(const) or is_key(const):
+        return False
+    return len(const.sharding.device_set) > 1 and bool(explicit_axes(const))
 
 
 def _is_on_several_devices(equation: Any) -> bool:
