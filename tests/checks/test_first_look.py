@@ -90,8 +90,9 @@ def test_nothing_is_said_if_the_user_says_that_there_is_one_tower(loss):
     # The lie: it is warned of what differs from one device's, in a result that does not.
     found, _ = mt.value_and_grad(loss, devices=1, towers=1)(W, X)
     np.testing.assert_allclose(found, jnp.mean(loss(W, X)), rtol=1e-6)
-    step = mt.train_step(loss, optax.sgd(0.1), devices=1, towers=1)
-    step(step.init(W), X)
+    step = mt.train_step(loss, optax.sgd(0.1), devices=1, towers=1, global_batch=9)
+    with pytest.warns(mt.MultitowerWarning):
+        step(step.init(W), X)  # a copy of a row fills up its tower
     with pytest.warns(mt.MultitowerWarning):
         mt.value_and_grad(loss, devices=1)(W, X)  # the same code on another machine has several
 

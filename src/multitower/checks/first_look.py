@@ -60,10 +60,10 @@ def look(
     others: Any,
     *,
     averages: bool,
-    towers: int | None,
-    num_towers: int,
+    num_devices: int,
     named: Callable[[int], tuple[str, str]],
     real_rows: int,
+    has_all: bool = False,
     exchange: bool = True,
     beside_one_row: Sequence[Any] = (),
     fun: Any = None,
@@ -77,12 +77,12 @@ def look(
         others: a pytree of everything else that the program is made of. Its values play no part,
             and its sizes are not numbers of rows.
         averages: whether results without rows are averaged over towers.
-        towers: the number of towers that the user gave. The only one has all rows, and what is done
-            with them is right.
-        num_towers: the number of towers, given or one per device.
+        num_devices: the number of towers, one per device, if `towers` was not given; else 0.
         named: what the user calls an array that is cut, by its number; and what to write so that
             every tower gets the whole of it.
         real_rows: the number of rows of a full tower.
+        has_all: whether there is one tower on any machine, which always has all rows and no copies
+            of any, so that what is done with them is right.
         exchange: whether towers may exchange values.
         beside_one_row: if a tower has one row, what is closed over with an entry for every row of
             the batch.
@@ -120,7 +120,7 @@ def look(
             *results.wrong_terms(),
             *results.ratios_apart(),
             *results.same_in_all(),
-            *(results.statistics(num_towers)[:1] if towers is None and num_towers > 1 else ()),
+            *(results.statistics(num_devices)[:1] if num_devices > 1 else ()),
         ]
 
     def problems_of_one(reading: Reading, results: Results) -> list[Problem]:
@@ -149,7 +149,7 @@ def look(
     again = lambda: reader(outputs, rows, others, again=True)
     if names := surely(lambda _, results: results.of_no_row(real_rows), first, again):
         raise OutputError(OF_NO_ROW.format(what=names[0], rows=real_rows))
-    found = surely(problems_of_one if towers == 1 else problems, first, again)
+    found = surely(problems_of_one if has_all else problems, first, again)
     for problem in _once_for_each_cause(found):
         warn(f"{problem} (mt.check_parallel looks closer.)")
     return _listed([*dict.fromkeys(first[1].counting_copies())])

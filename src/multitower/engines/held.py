@@ -1,7 +1,7 @@
 """Large arrays that a program closes over: arguments of the executable, not constants in it.
 
 The compiler copies a constant several times, computes with it, and puts it into every executable.
-An argument is on a device once, for all programs that use it.
+An array of JAX is on a device once, for all programs that use it; one of NumPy once for each.
 """
 
 from collections.abc import Callable, Sequence

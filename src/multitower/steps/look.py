@@ -33,7 +33,7 @@ def look_at_loss(
     tower_rows: int,
     *,
     num_towers: int,
-    towers: int | None,
+    is_by_device: bool,
     exchange: bool,
 ) -> Looked:
     """Traces a loss, and warns of results that depend on the number of towers.
@@ -44,7 +44,7 @@ def look_at_loss(
         fields: the state.
         tower_rows: rows of a full tower.
         num_towers: how many towers there are.
-        towers: the number of towers that the user gave, those of all groups.
+        is_by_device: whether that is the number of devices, because `towers` was not given.
         exchange: whether towers may exchange values.
 
     Raises:
@@ -64,8 +64,7 @@ def look_at_loss(
         parts.rows,
         shared,
         averages=True,
-        towers=towers,
-        num_towers=num_towers,
+        num_devices=num_towers if is_by_device else 0,
         named=lambda number: (
             name_of(parts.split.row_paths(batch())[number], "batch"),
             taken_out_of("batch"),

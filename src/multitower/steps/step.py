@@ -375,7 +375,7 @@ class TrainStep:
                 fields,
                 tower_rows,
                 num_towers=way.num_towers,
-                towers=self._towers,
+                is_by_device=self._towers is None,
                 exchange=way.exchange,
             )
             maker.looked[key] = way.look(state, look)  # expensive: it may join the state
