@@ -927,6 +927,41 @@ def after_a_step(loss, dtype=jnp.float32):
     return state.model_state
 
 
+def moments(w, batch, *, model_state):
+    """The running mean of observations, as reinforcement learning keeps it."""
+    seen, mean = model_state
+    rows = batch.shape[0]
+    total = seen + rows
+    return losses(w, batch), {}, (total, mean + (batch.mean(0) - mean) * rows / total)
+
+
+def state_after(loss, before, batch=X):
+    step = mt.train_step(loss, optax.sgd(0.1), devices=2, towers=4)
+    return step(step.init(W, model_state=before), batch)[0].model_state
+
+
+def test_a_state_that_counts_the_rows_of_a_tower_is_told():
+    # The lie: every tower counts its own rows, so that the number grows T times too slowly.
+    count = lambda w, x, *, model_state: (losses(w, x), {}, model_state + len(x))
+    with pytest.warns(mt.MultitowerWarning, match=r"model_state \(add .*\): it depends on the num"):
+        state_after(count, jnp.int32(0))
+    said = r"model_state\[0\] and model_state\[1\] \(add .*seen \+ rows\): it depends on the number"
+    with pytest.warns(mt.MultitowerWarning, match=said):
+        state_after(moments, (jnp.float32(1), jnp.zeros(3)))
+
+
+@pytest.mark.slow
+def test_a_state_that_counts_calls_or_the_rows_of_the_batch_is_not_told():
+    calls = lambda w, x, *, model_state: (losses(w, x), {}, model_state + 1)
+    assert state_after(calls, jnp.int32(0)) == 1
+    of_all = lambda w, x, *, model_state: (losses(w, x), {}, model_state + len(mt.all_rows(x)))
+    assert state_after(of_all, jnp.int32(0)) == len(X)
+    given = lambda w, b, *, model_state: (losses(w, b["x"]), {}, model_state + b["rows"])
+    assert state_after(given, jnp.int32(0), {"x": X, "rows": np.int32(len(X))}) == len(X)
+    last = lambda w, x, *, model_state: (losses(w, x), {}, 0.9 * model_state + x[:, -1].mean())
+    state_after(last, jnp.float32(0))
+
+
 def count_in_aux(w, seen, x):
     return losses(w, x), {"seen": seen["seen"] + x.sum(0)}
 

@@ -929,6 +929,14 @@ WRONG = {
         mt.OutputError,
         r"model_state of another structure.*given: .*returned: .*'mean'",
     ),
+    "model_state of ratios": (
+        lambda: step(
+            lambda w, x, *, model_state: (losses(w, x), {}, mt.ratio(x.sum(1), x[:, 0])),
+            extras=dict(model_state=jnp.float32(0)),
+        ),
+        mt.OutputError,
+        r"mt.ratio in its model_state.*psum\(total.sum\(\), .towers.\) /",
+    ),
     "parameters as state": (
         lambda: mt.train_step(losses, optax.sgd(0.1))({"w": W}, X),
         mt.StateError,

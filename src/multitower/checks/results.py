@@ -169,7 +169,7 @@ class Results(NamedTuple):
         ]
 
     def kept_in_states(self, *, exchange: bool = True) -> list[Problem]:
-        """A problem for each state that is no mean over rows: a sum, rows, or a quotient of sums.
+        """A problem for each state that is no mean over rows: a sum, rows, a quotient, or a count.
 
         Args:
             exchange: whether towers may exchange values.
@@ -190,6 +190,12 @@ class Results(NamedTuple):
                 bent_state(one.name, one.flow.bent, of_parts)
                 for one in states
                 if one.flow.bent and not (one.flow.a_sum or one.flow.held or one.has_rows)
+            ),
+            *(
+                Problem("row count", one.name, one.flow.placed, COUNTED)
+                for one in states
+                if (one.flow.placed or self._is_count(one))
+                and not (one.flow.mixed or one.flow.is_sum or one.has_rows)
             ),
         ]
 

@@ -212,6 +212,12 @@ def _own_place(mean: jax.Array, here: Tower, num_towers: int) -> jax.Array:
 
 def _leaves_like(treedef: Any, new: Any) -> list[Any]:
     leaves, found = jax.tree.flatten(new)
+    if any(map(is_ratio, jax.tree.leaves(new, is_leaf=is_ratio))):
+        raise OutputError(
+            "the loss returned an mt.ratio in its model_state: a ratio is for losses and metrics. "
+            'For a state divide the sums over all towers: jax.lax.psum(total.sum(), "towers") / '
+            'jax.lax.psum(weight.sum(), "towers").'
+        )
     if found != treedef:
         raise OutputError(
             "the loss returned a model_state of another structure than it was given: return the "

@@ -1,4 +1,4 @@
-"""Places: values that depend on a row's place in its tower, which is none in the batch."""
+"""Places: values that depend on a row's place in its tower, or on how many rows a tower has."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from multitower.checks.reading.loops import Reader
 
 
 def placed(equation: Any, word: Word, inputs: Sequence[Flow], reader: Reader) -> str | None:
-    """Where the numbers of the rows come from, if a result depends on them.
+    """Where the numbers of the rows come from, or how many there are, if a result depends on them.
 
     Args:
         equation: the operation.
@@ -21,12 +21,16 @@ def placed(equation: Any, word: Word, inputs: Sequence[Flow], reader: Reader) ->
     """
     name = equation.primitive.name
     if word == "free" and (
-        _makes_places(equation, reader) or _cut_to_rows(equation, inputs, reader)
+        _makes_places(equation, reader)
+        or _cut_to_rows(equation, inputs, reader)
+        or _counts_on(equation, inputs, reader)
     ):
         return reader.where(equation)
     if name in operations.DRAWS or _is_among_neighbours(equation, inputs, reader):
         return None  # the seed of random numbers, or i % 2
-    if word == "free" and any(flow.varies for flow in inputs):
+    # Integers of a state are those of tower 0, which this tower chooses by its number.
+    values = inputs[1:] if name == "select_n" else inputs
+    if word == "free" and any(flow.varies for flow in values):
         return None  # the number of the tower went into it, too
     if _finds_among_all(equation, reader):
         if name == "slice":
@@ -68,6 +72,15 @@ def _cut_to_rows(equation: Any, inputs: Sequence[Flow], reader: Reader) -> bool:
         return False
     rows = reader.row_axes(equation.outvars[0])
     return any(axis not in reader.row_axes(equation.invars[0]) for axis in rows)
+
+
+def _counts_on(equation: Any, inputs: Sequence[Flow], reader: Reader) -> bool:
+    """Whether it adds the number of rows to a number that every tower has, `seen + len(x)`."""
+    if equation.primitive.name not in ("add", "sub"):
+        return False
+    others = [flow for flow in inputs if np.ndim(flow.value) or flow.value != reader.num_rows]
+    is_number = lambda flow: flow.is_steady and not (flow.varies or flow.is_drawn)
+    return len(others) == 1 and is_number(others[0])
 
 
 def _finds_among_all(equation: Any, reader: Reader) -> bool:
