@@ -55,6 +55,8 @@ LONG = (
     "stages/test_same",
 )
 
+# Slow tests that no share leaves out: law L4, kill -9 and resume.
+IN_EVERY_SHARE = ("runs/test_kill.py::test_killed_and_resumed_is_as_if_nothing_had_happened[5-",)
 # Which share of the slow tests to take, where there is no time for all (.ci/run): the quarters are
 # 0/4 to 3/4.
 SLOW_SHARE = os.environ.get("SLOW_SHARE", "0/1")
@@ -108,6 +110,7 @@ def is_left_out(item: pytest.Item) -> bool:
     """Whether a test is a slow one of another share, by its name."""
     is_slow = item.get_closest_marker("slow") or is_in(item.nodeid, ("cluster/",))
     share, num_shares = map(int, SLOW_SHARE.split("/"))
+    is_slow = is_slow and not is_in(item.nodeid, IN_EVERY_SHARE)
     return bool(is_slow) and zlib.crc32(scope_of(item.nodeid).encode()) % num_shares != share
 
 

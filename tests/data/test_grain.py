@@ -24,7 +24,7 @@ def batches(first):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_grain_pipeline_resumes_elsewhere_with_the_same_bits(tmp_path):
-    # The lie (law L5): a resume on another permutation of the data (accelerate#2823).
+    # The lie (law L5): a resume that is handed other batches than the run would have had.
     def fit(directory, steps, devices, *, resume=False):
         loss = lambda w, batch: ((batch["x"] * w).sum(-1) - 1) ** 2
         trainer = mt.Trainer(

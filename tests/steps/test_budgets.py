@@ -43,6 +43,34 @@ def sent_bytes(compiled, num_devices):
     return total
 
 
+def programs_of(directory, call):
+    """The StableHLO of all programs that a call compiles."""
+    directory.mkdir()
+    jax.config.update("jax_dump_ir_to", str(directory))
+    try:
+        call()
+    finally:
+        jax.config.update("jax_dump_ir_to", "")
+    return [path.read_text() for path in directory.iterdir()]
+
+
+def test_stages_use_no_collective(tmp_path):
+    # The lie: stages that wait for each other in a program over all devices, whose sums have the
+    # order that XLA chooses. A tied weight and the norm of all gradients cross the stages.
+    def tied(params, x):
+        h = mt.cut(jnp.tanh(x @ params["tied"]))
+        return ((h @ params["own"] @ params["tied"].T - x) ** 2).sum(1)
+
+    def programs(name, **options):
+        step = mt.train_step(tied, optax.adam(0.1), towers=4, devices=4, clip_norm=1.0, **options)
+        state = step.init({"tied": np.eye(4, dtype="f"), "own": np.eye(4, dtype="f")})
+        found = programs_of(tmp_path / name, lambda: step(state, ROWS))
+        return [re.search(r"num_partitions = (\d+)", program)[1] for program in found]
+
+    assert set(programs("stages", stages=2)) == {"1"}
+    assert set(programs("towers")) == {"1", "4"}  # else nothing is counted
+
+
 def test_bytes_are_read_off_as_they_are():
     # The lie: a budget that is kept because nothing is counted.
     placement = contiguous(mt.devices(4), 4)

@@ -168,6 +168,15 @@ def test_trap_mean_of_means(towers):
 
 
 @both_ways
+def test_trap_the_log_shows_only_the_last_towers_loss(towers):
+    """tensorflow#2994."""
+    step = mt.train_step(lambda w, x: w * x, optax.sgd(0.0), **where(towers), diagnostics=True)
+    rows = np.repeat(np.arange(4, dtype=np.float32), 2)  # the last tower's loss is 3
+    _, metrics = step(step.init(np.float32(1)), rows)
+    assert float(metrics["loss"]) == 1.5
+
+
+@both_ways
 def test_trap_a_schedule_that_runs_n_times_too_fast(towers):
     """tensorflow/benchmarks#155, accelerate#2926; law L8."""
     counts = []

@@ -4,13 +4,13 @@ import errno
 import json
 import os
 import time
-import warnings
 from contextlib import suppress
 
 import numpy as np
 import pytest
 
 import multitower as mt
+from events import events_of
 from multitower.training.observe import EventFiles, MetricsFile
 
 
@@ -135,17 +135,6 @@ def test_a_metric_by_the_name_of_what_a_line_has_is_refused(name, tmp_path):
 def test_a_directory_that_is_not_there_is_named(tmp_path):
     with pytest.raises(mt.RunError, match="cannot be written"):
         report(MetricsFile(tmp_path / "no" / "m"), [1])
-
-
-def events_of(directory):
-    """What TensorBoard itself reads."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TensorBoard's own imports
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(directory), size_guidance={"scalars": 0, "histograms": 0})
-    events.Reload()
-    return events
 
 
 def steps_of(directory):

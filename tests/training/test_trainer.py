@@ -56,8 +56,11 @@ def undisturbed():
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )
-def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(tmp_path, number, undisturbed):
-    # The lie (law L4): a stopped run that resumes elsewhere, on other devices.
+def test_trap_a_resume_on_another_permutation_of_the_data(tmp_path, number, undisturbed):
+    """accelerate#2823, and lightning#9123: refused on another device count; laws L4 and L5.
+
+    A signal finishes the step, saves, and says how to resume.
+    """
     seen = []
 
     def stop_at_20(progress):
@@ -221,8 +224,8 @@ def test_two_trainers_in_one_directory(tmp_path):
     trainer.fit(PARAMS, batches, steps=10, resume=True)  # the first one has given it back
 
 
-def test_stop_names_step_tower_and_parameter_and_keeps_the_good_checkpoint(tmp_path):
-    # The lie (law L9, lightning#5243): one tower's NaN goes unnoticed, or is saved.
+def test_law_l9_stop_names_step_tower_and_parameter_and_keeps_the_good_checkpoint(tmp_path):
+    # The lie: one tower's NaN goes unnoticed, or is saved.
     trainer = make_trainer(2, run_dir=tmp_path, checkpoint_every=1)
     named = r"step 7 of 20: .* tower .* is 1 of 4; .*params\['w'\]"
     with pytest.raises(mt.NonFiniteError, match=named):
@@ -234,8 +237,8 @@ def test_stop_names_step_tower_and_parameter_and_keeps_the_good_checkpoint(tmp_p
     assert mt.fingerprint(state) == mt.fingerprint(make_trainer(1).fit(PARAMS, batches, steps=8))
 
 
-def test_skip_leaves_the_step_out_for_all_towers():
-    # The lie: towers that decide apart drift apart; or the optimizer counts the skipped step.
+def test_trap_a_nan_on_one_tower_splits_the_others():
+    """lightning#5243; law L9: nor does the optimizer count the skipped step."""
     prints = []
     for num_devices in (1, 2):
         skipped = []

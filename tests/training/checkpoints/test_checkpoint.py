@@ -354,8 +354,8 @@ def test_an_empty_directory_and_one_that_cannot_be_made(tmp_path):
         Checkpoints(tmp_path / "file" / "inside")
 
 
-def test_an_unfinished_save_is_no_checkpoint(tmp_path):
-    # The lie: a directory that a killed process left half-written counts as the newest one.
+def test_trap_an_unfinished_save_is_the_latest_checkpoint(tmp_path):
+    """maxtext#5260: a directory that a killed process left half-written counts as the newest."""
     _, state = make(1)
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state, {})
@@ -397,8 +397,8 @@ def test_a_save_that_has_failed_waits_for_nobody(tmp_path):
     assert checkpoints.steps() == [1]
 
 
-def test_a_failed_background_save_is_raised_at_the_next_one(tmp_path, monkeypatch):
-    # The lie (orbax#605): nobody hears of it.
+def test_trap_a_failed_background_save_that_nobody_hears_of(tmp_path, monkeypatch):
+    """orbax#605."""
     _, state = make(1)
     checkpoints = Checkpoints(tmp_path)
 

@@ -24,8 +24,8 @@ def metrics(scale, batch):
 @pytest.mark.parametrize(
     ("global_batch", "towers"), [(1, None), (7, 3), (64, None), (100, 3), (1000, None)]
 )
-def test_every_example_counts_once_whatever_the_batch_size(global_batch, towers):
-    # The lie: 10 167 of 10 000 test images, because the last batch is filled up (accelerate#226).
+def test_trap_evaluation_samples_duplicated_or_dropped(global_batch, towers):
+    """accelerate#226: 10 167 of 10 000 test images, because the last batch is filled up; law L7."""
     # Equal to the last bit: one value twice or never, or a mean of means, would show.
     options = {"global_batch": global_batch, "towers": towers, "devices": 2}
     scores = evaluate(metrics, 2.0, {"x": VALUES}, **options)
