@@ -123,7 +123,7 @@ def with_multitower(model: Any, num_devices: int, towers: int | None) -> Run:
         metrics = None
         for _ in range(num_steps):
             state, metrics = step(state, batch)
-        jax.block_until_ready((state.parts(), metrics))
+        jax.block_until_ready((state.kept.parts(), metrics))
 
     return run
 

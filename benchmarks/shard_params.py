@@ -103,7 +103,7 @@ def with_multitower(step: Any, state: Any, batch: Any) -> tuple[Any, Callable[[i
 
     state, _ = step(state, batch)
     (runner,) = step._makers.newest.runners.values()
-    fields = state.fields()
+    fields = state.kept.fields()
     rows = jax.tree.leaves(batch)
     lowered = runner.program(fields).lower(fields, [], rows, runner._feeder._count(ROWS))
 

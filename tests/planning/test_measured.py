@@ -112,7 +112,7 @@ def measured(program, options, most):
         step(state, batch)
         return max(most.values())
     (run,) = step._makers.newest.runners.values()
-    parts, fields = take_apart(batch, 0, name="batch"), state.fields()
+    parts, fields = take_apart(batch, 0, name="batch"), state.kept.fields()
     is_split = options.keys() & {"shard_params", "shard_update"}
     program = run.program(fields) if is_split else run.program
     compiled = program.lower(fields, *run._feeder.feed(parts)).compile()

@@ -178,7 +178,7 @@ def test_the_fast_step_sends_one_all_reduce(monkeypatch):
     (runner,) = step._makers.newest.runners.values()
     shared = NamedSharding(step.placement.mesh, PartitionSpec())
     fields = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shared), state.fields()
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shared), state.kept.fields()
     )
     rows = jax.ShapeDtypeStruct(ROWS.shape, ROWS.dtype, sharding=step.placement.split)
     count = jax.ShapeDtypeStruct((), np.int32, sharding=shared)
@@ -278,7 +278,7 @@ def test_a_step_does_not_wait_for_the_devices(options):
     step = mt.train_step(lambda w, batch: batch @ w, optimizer, devices=2, ema_decay=0.9, **options)
     go.set()
     state, _ = step(step.init(np.ones(4, np.float32)), held(ROWS))  # compiles
-    jax.block_until_ready(state.parts())
+    jax.block_until_ready(state.kept.parts())
     go.clear()
     made = {}
 
@@ -325,7 +325,7 @@ def test_live_memory_is_state_and_gradients(towers, sets):
     seen = []
     with tapped(lambda stage, place, sums: seen.append(bytes_on(devices[0]) - before)):
         state, _ = step(state, batch)
-    jax.block_until_ready(state.parts())
+    jax.block_until_ready(state.kept.parts())
     model, rows = params.nbytes, batch.nbytes
     assert max(seen) <= (1 + 2 + sets) * model + rows + 1024
     assert bytes_on(devices[0]) - before <= 3 * model + 1024

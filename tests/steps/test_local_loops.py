@@ -134,7 +134,7 @@ def test_nothing_is_sent_in_the_loop(looped):
     given = runner._feeder.feed(take_apart_each(BATCHES[:3], 4))
     sent = {}
     for meets, program in runner._programs.items():
-        fields = start(looped).parts().fields
+        fields = start(looped).kept.parts().fields
         text = program.lower(fields, given, (np.int32(0), np.int32(3))).compile().as_text()
         computations = dict(re.findall(r"^%?([\w.-]+) [^\n]*\{\n(.*?)^\}", text, re.M | re.S))
         inside = re.findall(r"body=%?([\w.-]+)", text)

@@ -305,7 +305,7 @@ def test_every_tower_has_memory_of_its_own():
     state = step.init({"w": np.ones(300, np.float32), "b": np.float32(0)})
     rows = {"x": np.ones((4, 300), np.float32), "y": np.ones(4, np.float32)}
     for _ in range(3):
-        parts = state.parts()
+        parts = state.kept.parts()
         owners = [*parts.towers.values(), *(x._replace(local=None) for x in parts.replicas)]
         leaves = [leaf for one in owners for leaf in jax.tree.leaves(one)]
         places = [leaf.unsafe_buffer_pointer() for leaf in leaves]

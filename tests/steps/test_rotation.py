@@ -390,7 +390,7 @@ def test_the_optimizer_and_the_newest_parameters_are_on_one_device():
     step = make(optimizer=optax.adam(0.1), towers=3, devices=3, ema_decay=0.9)
     state, _ = train(step, step.init({"w": W}), range(4))
     home, *others = mt.devices(3)
-    parts = state.parts()
+    parts = state.kept.parts()
     assert {d for leaf in jax.tree.leaves(parts.home) for d in leaf.devices()} == {home}
     for device, version in zip([home, *others], parts.versions, strict=True):
         assert {d for leaf in jax.tree.leaves(version.copies) for d in leaf.devices()} == {device}
@@ -452,7 +452,7 @@ def test_a_held_up_tower_holds_up_neither_the_host_nor_the_next_tower():
     state = step.init(W, rng=jax.random.key(0))
     for tag in (0, 1):
         state, metrics = step(state, tagged(tag))
-    jax.block_until_ready([state.parts(), hold(np.ones((16, 3), np.float32)), metrics])
+    jax.block_until_ready([state.kept.parts(), hold(np.ones((16, 3), np.float32)), metrics])
     go.clear()
     late = hold(np.full((16, 3), 2, np.float32)).addressable_shards[0].data  # of group 0
     made, ended = [state], threading.Event()

@@ -137,7 +137,7 @@ def test_programs_of_another_state_or_setting_are_not_those_of_the_first():
         state, _ = step(state, batch)
         other, _ = step(other, batch)
         assert (state.params["w"].dtype, other.params["w"].dtype) == (np.float32, np.float16)
-    (runner,) = state.maker.runners.values()
+    (runner,) = state.kept.maker.runners.values()
     assert len(runner._engine._compiled) == 1
     with jax.default_matmul_precision("highest"):
         step(state, batch)

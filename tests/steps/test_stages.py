@@ -21,6 +21,7 @@ from multitower.steps.staged.state import _side_by_side
 from multitower.steps.staged.update import WholeUpdate, may_be_split
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.replicas import check_replicas
+from multitower.steps.state.train_state import state_of
 from multitower.training.checkpoints.checkpoint import Checkpoints
 from processes import run_fork
 from trees import assert_close
@@ -262,7 +263,7 @@ def test_a_replica_with_other_bits_is_named():
     step = make(layout=(2, 1), devices=2)
     state, _ = train(step, batches=X[:1])
     check_replicas(state)
-    block = state.parts().blocks[1][2]
+    block = state.kept.parts().blocks[1][2]
     block.params[2] = block.params[2] + 1
     with pytest.raises(mt.StateError, match=r"cpu:1 holds .* in state\.params\[2\] than cpu:0"):
         check_replicas(state)
@@ -401,7 +402,7 @@ def test_the_users_arrays_are_never_overwritten():
     step = make(devices=1)
     state = step.init(params)
     state, _ = step(state, X[0])
-    step(mt.TrainState(state.fields()), X[1])
+    step(state_of(state.kept.fields()), X[1])
     assert np.array_equal(params[0], WEIGHTS[0])
 
 
@@ -440,7 +441,7 @@ def test_a_scan_over_layers_keeps_each_layer_with_its_stage(tmp_path):
     options = {"clip_norm": 0.5, "ema_decay": 0.9, "skip_nonfinite": True, "diagnostics": True}
     state, metrics = check(scanned, params=STACKED, **options)
     assert metrics["finite_params"].shape == (2,)
-    kept = [block.params for block in state.parts().blocks[0]]
+    kept = [block.params for block in state.kept.parts().blocks[0]]
     assert [block[1].shape for block in kept] == [(2, 4, 4)] * 3
     found = {mt.fingerprint((state, metrics))}
     for layout in ((1, 1), (2, 2)):
@@ -493,7 +494,7 @@ def test_state_that_never_changes_is_split_with_its_stacked_parameter():
     optimizer = optax.chain(KEEPS_FIRST, optax.sgd(0.1, momentum=0.9))
     state, _ = check(scanned, optimizer, stacked, X[:2], stages=2, devices=1, towers=2)
     np.testing.assert_array_equal(state.opt_state[0]["first"]["layers"], stacked["layers"])
-    kept = state.parts().blocks[0]
+    kept = state.kept.parts().blocks[0]
     assert [sorted(leaf.shape for leaf in own.opt_state.values()) for own in kept] == [
         [(2, 4, 4)] * 3,
         [(2, 4, 4)] * 3 + [(4,)] * 3,
@@ -511,7 +512,7 @@ def test_state_that_never_changes_is_where_its_parameter_is():
     state, _ = check(optimizer=optimizer, batches=X[:2])
     for kept in (state.opt_state[0]["first"], state.opt_state[0]["rate"]):
         assert [leaf.devices() for leaf in kept] == [{device} for device in mt.devices(3)]
-    assert set(state.parts().head.opt_state) == {0, 7, 8, 9}  # counts and rates
+    assert set(state.kept.parts().head.opt_state) == {0, 7, 8, 9}  # counts and rates
     one, _ = train(make(optimizer=optimizer, devices=1), batches=X[:2])
     assert mt.fingerprint(one) == mt.fingerprint(state)
 
@@ -582,7 +583,7 @@ def test_stacked_layers_in_stages_are_trained_as_by_plain_optax():
         assert metrics["finite_params"].tolist() == [True] * 3
         found = (state.params, state.opt_state, state.ema_params)
         assert_close((found, {name: metrics[name] for name in wanted}), (expected, wanted), 2e-4)
-    assert [block.params[1].shape for block in state.parts().blocks[0]] == [(2, 4, 4)] * 2
+    assert [block.params[1].shape for block in state.kept.parts().blocks[0]] == [(2, 4, 4)] * 2
     assert state.opt_state[0]["first"]["shift"].devices() == state.params["shift"].devices()
     made, _ = step(step.init(lambda: jax.tree.map(jnp.positive, stacked)), X[0])
     given, _ = step(step.init(stacked), X[0])

@@ -201,7 +201,7 @@ def test_a_function_gives_what_its_arrays_give_on_any_layout():
     state, metrics = train(make_stacked, devices=1, **options)
     other = train(make_stacked, devices=4, layout=(2, 2), **options)
     assert mt.fingerprint((state, metrics)) == mt.fingerprint(other)
-    kept = [block.params for block in state.parts().blocks[0]]
+    kept = [block.params for block in state.kept.parts().blocks[0]]
     assert [block[1].shape for block in kept] == [(2, 8, 8)] * 2
     whole, _ = train(make_stacked(), towers=4, devices=1, ema_decay=0.5)
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(whole), strict=True):

@@ -176,10 +176,10 @@ def _unpacked(found: Any) -> Any:
 
 def _copies(state: TrainState) -> list[Any]:
     """The state as each device has it, or each replica of a model in stages."""
-    parts = state.parts()
+    parts = state.kept.parts()
     if isinstance(parts, StagedParts):
         return parts.copies()
-    return [shown(copy) for copy in parts] if isinstance(parts, list) else [state.fields()]
+    return [shown(copy) for copy in parts] if isinstance(parts, list) else [state.kept.fields()]
 
 
 def _show(stage: str, place: int, tree: Any, see: Callable[[Spot, Any], None]) -> None:

@@ -7,7 +7,7 @@ import jax
 
 from multitower.errors import ArgumentError, whole_number
 from multitower.steps.parts import EmaDecay, ShardOptions
-from multitower.steps.state.train_state import TrainState
+from multitower.steps.state.kept import KeptState
 from multitower.towers.leaves import are_traced, as_python
 from multitower.towers.refusals import is_number
 from multitower.towers.rows import BatchParts
@@ -72,7 +72,7 @@ def check_shards(
     return None
 
 
-def refuse_tracers(state: TrainState, parts: BatchParts, maker: object) -> None:
+def refuse_tracers(state: KeptState, parts: BatchParts, maker: object) -> None:
     """Refuses a call of a step inside another JAX transformation.
 
     Raises:
@@ -81,7 +81,7 @@ def refuse_tracers(state: TrainState, parts: BatchParts, maker: object) -> None:
     """
     leaves = [*parts.rows, *parts.shared]
     if state.maker is not maker:
-        leaves += jax.tree.leaves(state)
+        leaves += jax.tree.leaves(state.contents())
     if are_traced(leaves):
         raise ArgumentError(
             "step(state, batch) was called inside jax.jit, jax.lax.scan or the like. It is "

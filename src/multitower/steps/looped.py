@@ -15,7 +15,7 @@ from multitower.processes.together import are_several
 from multitower.steps.parts import Batches, StepParts
 from multitower.steps.runner import Metrics, fast_step
 from multitower.steps.state.fields import Fields
-from multitower.steps.state.train_state import TrainState
+from multitower.steps.state.kept import KeptState
 from multitower.towers.leaves import device_dtype, is_key
 from multitower.towers.placement import AXIS, Placement
 from multitower.towers.rows import BatchParts, pad_rows, take_apart
@@ -308,7 +308,7 @@ class LoopRunner:
 
         self._run = HoldingJit(run, placement, donate=0)
 
-    def run(self, state: TrainState, stack: Stack, maker: object) -> tuple[TrainState, Metrics]:
+    def run(self, state: KeptState, stack: Stack, maker: object) -> tuple[KeptState, Metrics]:
         """Makes an update with each batch; the state is overwritten."""
         batches = self._feeder.feed(stack)
         num_steps = len(stack.counts)
@@ -316,4 +316,4 @@ class LoopRunner:
         state.spend()
         if num_steps < metrics["loss"].shape[0]:
             metrics = jax.tree.map(lambda leaf: lax.slice_in_dim(leaf, 0, num_steps), metrics)
-        return TrainState(fields, maker), metrics
+        return KeptState(fields, maker), metrics

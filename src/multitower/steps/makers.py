@@ -17,7 +17,7 @@ from multitower.errors import StateError
 from multitower.models.modules import Model
 from multitower.steps.loss import LossFunction
 from multitower.steps.parts import Looked, StepParts
-from multitower.steps.state.train_state import TrainState
+from multitower.steps.state.kept import KeptState
 from multitower.steps.way import Runner
 from multitower.towers.rows import BatchParts, Split
 
@@ -121,7 +121,7 @@ class Makers:
         for maker in self._all:
             maker.seen.clear()
 
-    def of_state(self, state: TrainState) -> Maker:
+    def of_state(self, state: KeptState) -> Maker:
         """The maker that trains a state: the one whose model the state was made of, if known.
 
         Raises:

@@ -16,7 +16,7 @@ from multitower.steps.parts import Batches, StepParts
 from multitower.steps.state.bundles import Bundle, bundled, bundled_job, shown
 from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
-from multitower.steps.state.train_state import TrainState
+from multitower.steps.state.kept import KeptState
 from multitower.towers.global_arrays import as_global, replicate
 from multitower.towers.leaves import is_key, is_traced
 from multitower.towers.placement import Placement
@@ -50,9 +50,7 @@ class SameBitsRunner:
         self._tower_rows = batches.tower_rows
         self._placement = placement
 
-    def run(
-        self, state: TrainState, parts: BatchParts, maker: object
-    ) -> tuple[TrainState, Metrics]:
+    def run(self, state: KeptState, parts: BatchParts, maker: object) -> tuple[KeptState, Metrics]:
         """Makes one update; the state is overwritten."""
         rows = cut(parts.rows, parts.num_rows, self._placement, self._tower_rows)
         fields = state.parts() or bundled(replicate(state.fields(), self._placement))
@@ -63,7 +61,7 @@ class SameBitsRunner:
         finished = self._engine.run(replicas, rows, state.made_by)
         state.spend()
         copies = [fields for fields, _ in finished.results]
-        new = TrainState.of_parts(copies, lambda each: as_shown(each, self._placement), maker)
+        new = KeptState.of_parts(copies, lambda each: as_shown(each, self._placement), maker)
         new.made_by = finished.programs
         return new, finished.results[0][1]
 
@@ -99,14 +97,12 @@ class FastRunner:
 
         self.program = HoldingJit(run, placement, donate=0)
 
-    def run(
-        self, state: TrainState, parts: BatchParts, maker: object
-    ) -> tuple[TrainState, Metrics]:
+    def run(self, state: KeptState, parts: BatchParts, maker: object) -> tuple[KeptState, Metrics]:
         """Makes one update; the state is overwritten."""
         fields, metrics = self.program(state.fields(), *self._feeder.feed(parts))
         if not is_traced(metrics["loss"]):  # inside jax.jit, where it is refused
             state.spend()
-        return TrainState(fields, maker), metrics
+        return KeptState(fields, maker), metrics
 
 
 class Feeder:
@@ -134,16 +130,16 @@ class Feeder:
 
 
 def take_changes(
-    state: TrainState, changes: Changes, placement: Placement, maker: object
-) -> TrainState:
+    state: KeptState, changes: Changes, placement: Placement, maker: object
+) -> KeptState:
     """The state with what a user has written into it; other leaves are not copied."""
     parts = state.parts()
     if parts is None or isinstance(parts[0], Bundle):
         placed = {name: on_all_devices(leaves, placement) for name, leaves in changes.items()}
-        return TrainState(with_changes(state.fields(), placed), maker)
+        return KeptState(with_changes(state.fields(), placed), maker)
     copies = replicate(dict(changes), placement)
     parts = [with_changes(*pair) for pair in zip(parts, copies, strict=True)]
-    return TrainState.of_parts(parts, lambda each: as_shown(each, placement), maker)
+    return KeptState.of_parts(parts, lambda each: as_shown(each, placement), maker)
 
 
 def as_shown(copies: Sequence[Any], placement: Placement) -> Fields:

@@ -23,6 +23,7 @@ from multitower.steps.precision import fitting_scale
 from multitower.steps.rotation.options import RotationOptions
 from multitower.steps.runner import Metrics
 from multitower.steps.state.fields import Fields
+from multitower.steps.state.kept import KeptState
 from multitower.steps.state.train_state import TrainState, check_is_state, refuse_a_state
 from multitower.steps.way import Runner, Whole
 from multitower.steps.ways import Division, find_way, most_a_call
@@ -132,7 +133,7 @@ class TrainStep:
         check_learning_rate(self._step, params)
         fields = Fields(np.int32(0), params, None, None, model_state, rng)
         maker = self._makers.see(model, params)
-        return way.first(maker.parts, self._with_scale(fields), maker)
+        return TrainState(way.first(maker.parts, self._with_scale(fields), maker))
 
     def expect(self, global_batch: int | None) -> None:
         """Sets the number of rows of a full batch, for a run that may begin with a smaller batch.
@@ -165,7 +166,8 @@ class TrainStep:
             StateError: it is not a state; or it does not say which of several models it belongs to.
         """
         check_is_state(state, "step.model(state)")
-        maker = state.origin if isinstance(state.origin, Maker) else self._makers.of_state(state)
+        origin = state.kept.origin
+        maker = origin if isinstance(origin, Maker) else self._makers.of_state(state.kept)
         return maker.parts.loss.build(state.params, state.model_state)
 
     @property
@@ -207,62 +209,62 @@ class TrainStep:
             refuse_disabled_jit()
         check_is_state(state, "step(state, batch)")
         way, kind, counts = self._find_way(), None, ()
+        given = kept = state.kept
         maker = self._makers.newest
-        if state.maker is not maker:
-            maker = self._makers.of_state(state)
+        if kept.maker is not maker:
+            maker = self._makers.of_state(kept)
         if (most := most_a_call(self._division)) is not None:
             work = take_apart_each(batch, most)
             parts, counts = work.largest, work.counts
         else:
             leaves, treedef = jax.tree.flatten(batch)
             kind = kind_of(leaves, treedef)
-            if state.maker is maker and (seen := maker.seen.get(kind)) is not None:
-                return self._run_again(seen, state, leaves, batch)
+            if kept.maker is maker and (seen := maker.seen.get(kind)) is not None:
+                return self._run_again(seen, kept, leaves, batch)
             work = parts = take_apart(batch, 0, name="batch")
-        refuse_tracers(state, parts, maker)
-        if state.maker is not maker:
-            fields = self._with_scale(way.accepted(state.contents()))
+        refuse_tracers(kept, parts, maker)
+        if kept.maker is not maker:
+            fields = self._with_scale(way.accepted(kept.contents()))
             self._check_average(fields)
             # As in a first state: 16-bit parameters may have become the average.
             fields = fields._replace(ema_params=jax.tree.map(_widened, fields.ema_params))
-            state = way.adopt(maker.parts, fields, maker)
-        given = state
-        if changes := state.changes():
-            state = way.with_changes(state, changes, maker)
+            given = kept = way.adopt(maker.parts, fields, maker)
+        if changes := kept.changes():
+            kept = way.with_changes(kept, changes, maker)
         global_batch = self._global_batch or self._full_batch(parts)
         if not self._has_run and self.placement.spans_processes:
             from multitower.steps.state.replicas import check_replicas  # noqa: PLC0415 (importing stays quick)
 
-            passed = [*parts.shared, *parts.rows, *jax.tree.leaves(state.shared())]
+            passed = [*parts.shared, *parts.rows, *jax.tree.leaves(kept.shared())]
             check_same_call("batch", passed, self.placement, counts)
-            check_replicas(state)  # host-device sync
-        runner = self._runner(maker, state, parts, global_batch, counts or [parts.num_rows])
+            check_replicas(TrainState(kept))  # host-device sync
+        runner = self._runner(maker, kept, parts, global_batch, counts or [parts.num_rows])
         with explaining_kept_values():
-            result = runner.run(state, work, maker)
+            new, metrics = runner.run(kept, work, maker)
         given.spend()
         self._has_run = True
         self._global_batch = global_batch  # only now: a batch that failed must not set it
         if kind is not None:
             maker.seen[kind] = Seen.of(parts, runner)
-        return result
+        return TrainState(new), metrics
 
     def _run_again(
-        self, seen: Seen, state: TrainState, leaves: list[Any], batch: Any
+        self, seen: Seen, state: KeptState, leaves: list[Any], batch: Any
     ) -> tuple[TrainState, Metrics]:
         """Makes an update with a batch of a kind that has been run: the fast path."""
         given = state
         if changes := state.changes():
             state = self._find_way().with_changes(state, changes, state.maker)
         try:
-            result = seen.runner.run(state, seen.parts(leaves), state.maker)
+            new, metrics = seen.runner.run(state, seen.parts(leaves), state.maker)
         except (RuntimeError, TypeError):
             parts = take_apart(batch, 0, name="batch")  # our own error, for a deleted array
             refuse_tracers(state, parts, state.maker)
             raise
-        if is_traced(result[1]["loss"]):
+        if is_traced(metrics["loss"]):
             refuse_tracers(state, seen.parts(leaves), state.maker)
         given.spend()
-        return result
+        return TrainState(new), metrics
 
     def _find_way(self) -> Whole:
         """The way in which this step keeps its states, found on first use, since it starts JAX."""
@@ -317,7 +319,7 @@ class TrainStep:
     def _runner(
         self,
         maker: Maker,
-        state: TrainState,
+        state: KeptState,
         parts: BatchParts,
         global_batch: int,
         counts: Sequence[int],
@@ -362,7 +364,7 @@ class TrainStep:
             maker.runners[key] = way.make_runner(maker.parts, state, batches)
         return maker.runners[key]
 
-    def _look(self, maker: Maker, state: TrainState, parts: BatchParts, tower_rows: int) -> Looked:
+    def _look(self, maker: Maker, state: KeptState, parts: BatchParts, tower_rows: int) -> Looked:
         """What tracing the loss shows before it is compiled; remembered for each kind of batch."""
         key = (parts.split, tower_rows, tuple((x.shape[1:], x.dtype) for x in parts.rows))
         if key not in maker.looked:

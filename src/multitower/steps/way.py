@@ -16,7 +16,7 @@ from multitower.steps.runner import (
 )
 from multitower.steps.state.changes import Changes
 from multitower.steps.state.fields import Fields
-from multitower.steps.state.train_state import TrainState
+from multitower.steps.state.kept import KeptState
 from multitower.towers.placement import Placement
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Runner(Protocol):
     """Makes steps with batches of one kind."""
 
-    def run(self, state: TrainState, parts: Any, maker: object, /) -> tuple[TrainState, Metrics]:
+    def run(self, state: KeptState, parts: Any, maker: object, /) -> tuple[KeptState, Metrics]:
         """Makes an update, or one for each batch of a `Stack`; the state is overwritten."""
         ...
 
@@ -62,7 +62,7 @@ class Whole:
         """How many towers share the rows of one step."""
         return self.placement.num_towers
 
-    def first(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
+    def first(self, step: StepParts, fields: Fields, maker: object) -> KeptState:
         """A first state, from fields without optimizer state and average, which are made here."""
         opt_state, ema = begin(step, fields.params)
         return self.adopt(step, fields._replace(opt_state=opt_state, ema_params=ema), maker)
@@ -82,22 +82,22 @@ class Whole:
             )
         return fields
 
-    def adopt(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
+    def adopt(self, step: StepParts, fields: Fields, maker: object) -> KeptState:
         """A state with the values of one of another step, which is never overwritten."""
-        return TrainState(on_all_devices(fields, self.placement), maker)
+        return KeptState(on_all_devices(fields, self.placement), maker)
 
-    def with_changes(self, state: TrainState, changes: Changes, maker: object) -> TrainState:
+    def with_changes(self, state: KeptState, changes: Changes, maker: object) -> KeptState:
         """The state with what a user has written into it; other leaves are not copied."""
         return take_changes(state, changes, self.placement, maker)
 
-    def look(self, state: TrainState, look: Callable[[Fields], Looked]) -> Looked:
+    def look(self, state: KeptState, look: Callable[[Fields], Looked]) -> Looked:
         """Calls `look` with fields of this state, to trace a loss before it is compiled."""
         return look(state.shared())
 
     def check(self, meets: str | None) -> None:
         """Refuses a loss in which towers exchange values, at `meets`, if this way cannot run it."""
 
-    def make_runner(self, step: StepParts, state: TrainState, batches: Batches) -> Runner:
+    def make_runner(self, step: StepParts, state: KeptState, batches: Batches) -> Runner:
         """Makes the runner of batches like these."""
         return self._runner(step, batches, self.placement)
 

@@ -17,7 +17,7 @@ from multitower.steps.rotation.options import RotationOptions, refuse_meeting_in
 from multitower.steps.runner import on_all_devices
 from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
-from multitower.steps.state.train_state import TrainState
+from multitower.steps.state.kept import KeptState
 from multitower.steps.way import InOneProgram, Runner, Whole
 from multitower.towers.placement import Placement, place
 from multitower.towers.surroundings import refuse_traced
@@ -34,25 +34,25 @@ class InBlocks(Whole):
         # By the maker of states: all of its models have the same shapes, and so the same blocks.
         self._sharded: weakref.WeakKeyDictionary[object, ShardedState] = weakref.WeakKeyDictionary()
 
-    def first(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
+    def first(self, step: StepParts, fields: Fields, maker: object) -> KeptState:
         """As in `Whole`."""
         refuse_traced("step.init", fields)
         whole, sharded = self._fitted(step, fields, maker)
         parts = sharded.first(step, whole)
         return sharded.state(parts, maker)
 
-    def adopt(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
+    def adopt(self, step: StepParts, fields: Fields, maker: object) -> KeptState:
         """As in `Whole`."""
         whole, sharded = self._fitted(step, fields, maker)
         kept = whole._replace(opt_state=fields.opt_state, ema_params=fields.ema_params)
         return sharded.state(sharded.take_apart(kept), maker)
 
-    def with_changes(self, state: TrainState, changes: Changes, maker: object) -> TrainState:
+    def with_changes(self, state: KeptState, changes: Changes, maker: object) -> KeptState:
         """As in `Whole`."""
         sharded = self._sharded[maker]
         return sharded.state(sharded.take_changes(state.parts(), changes), maker)
 
-    def make_runner(self, step: StepParts, state: TrainState, batches: Batches) -> Runner:
+    def make_runner(self, step: StepParts, state: KeptState, batches: Batches) -> Runner:
         """As in `Whole`."""
         from multitower.steps.blocks.update import ShardedRunner  # noqa: PLC0415 (importing stays quick)
 
@@ -84,23 +84,23 @@ class InStages(Whole):
         self._remat = options.remat
         super().__init__(self._layout.towers, self._layout)
 
-    def first(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
+    def first(self, step: StepParts, fields: Fields, maker: object) -> KeptState:
         """As in `Whole`; arrays are put on devices at the first step, which cuts the model."""
         refuse_traced("step.init", fields)
         from multitower.steps.staged.first import First  # noqa: PLC0415 (importing stays quick)
 
         return First.state(step, fields, maker)
 
-    def adopt(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
+    def adopt(self, step: StepParts, fields: Fields, maker: object) -> KeptState:
         """As in `Whole`; the first step puts the arrays on devices."""
         check_opt_state(step.optimizer, fields.params, fields.opt_state)
-        return TrainState(fields, maker)
+        return KeptState(fields, maker)
 
-    def with_changes(self, state: TrainState, changes: Changes, maker: object) -> TrainState:
+    def with_changes(self, state: KeptState, changes: Changes, maker: object) -> KeptState:
         """As in `Whole`."""
-        return TrainState(with_changes(state.fields(), changes), maker)
+        return KeptState(with_changes(state.fields(), changes), maker)
 
-    def look(self, state: TrainState, look: Callable[[Fields], Looked]) -> Looked:
+    def look(self, state: KeptState, look: Callable[[Fields], Looked]) -> Looked:
         """As in `Whole`: without the values of parameters, since no device has all of them."""
         from multitower.steps.staged.state import on_cpu  # noqa: PLC0415 (importing stays quick)
 
@@ -108,7 +108,7 @@ class InStages(Whole):
         shapes = state.params_shapes()
         return look_by_shapes(lambda params: look(rest._replace(params=params)), shapes)
 
-    def make_runner(self, step: StepParts, state: TrainState, batches: Batches) -> Runner:
+    def make_runner(self, step: StepParts, state: KeptState, batches: Batches) -> Runner:
         """As in `Whole`."""
         from multitower.steps.staged.runner import StagedRunner  # noqa: PLC0415 (importing stays quick)
 
@@ -129,19 +129,19 @@ class InShards(Whole):
 
         self._shards = StateShards(options, placement)
 
-    def first(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
+    def first(self, step: StepParts, fields: Fields, maker: object) -> KeptState:
         """As in `Whole`."""
-        return TrainState(self._shards.first(step, fields), maker)
+        return KeptState(self._shards.first(step, fields), maker)
 
-    def adopt(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
+    def adopt(self, step: StepParts, fields: Fields, maker: object) -> KeptState:
         """As in `Whole`."""
-        return TrainState(self._shards.place(fields), maker)
+        return KeptState(self._shards.place(fields), maker)
 
-    def with_changes(self, state: TrainState, changes: Changes, maker: object) -> TrainState:
+    def with_changes(self, state: KeptState, changes: Changes, maker: object) -> KeptState:
         """As in `Whole`."""
-        return TrainState(self._shards.take_changes(state.fields(), changes), maker)
+        return KeptState(self._shards.take_changes(state.fields(), changes), maker)
 
-    def make_runner(self, step: StepParts, state: TrainState, batches: Batches) -> Runner:
+    def make_runner(self, step: StepParts, state: KeptState, batches: Batches) -> Runner:
         """As in `Whole`."""
         from multitower.steps.shards.runner import ShardsRunner  # noqa: PLC0415 (importing stays quick)
 
@@ -155,7 +155,7 @@ class InLoops(Whole):
         super().__init__(placement)
         self._options = options
 
-    def make_runner(self, step: StepParts, state: TrainState, batches: Batches) -> Runner:
+    def make_runner(self, step: StepParts, state: KeptState, batches: Batches) -> Runner:
         """As in `Whole`."""
         feeder = StackFeeder(batches, self.placement, self._options.most)
         return LoopRunner(step, batches, self.placement, feeder)
@@ -179,7 +179,7 @@ class InRotation(Whole):
         """As in `Whole`: the towers of one group."""
         return self._turns.num_towers
 
-    def first(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
+    def first(self, step: StepParts, fields: Fields, maker: object) -> KeptState:
         """As in `Whole`; refuses an optimizer whose momentum must be lowered and cannot be read."""
         refuse_traced("step.init", fields)
         if self._options.momentum_correction:
@@ -192,11 +192,11 @@ class InRotation(Whole):
         """As in `Whole`, but takes `local`; `adopt` checks the versions in it."""
         return fields
 
-    def adopt(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
+    def adopt(self, step: StepParts, fields: Fields, maker: object) -> KeptState:
         """As in `Whole`; without versions, all groups begin with these parameters."""
         return self._apart(fields, maker)
 
-    def with_changes(self, state: TrainState, changes: Changes, maker: object) -> TrainState:
+    def with_changes(self, state: KeptState, changes: Changes, maker: object) -> KeptState:
         """As in `Whole`."""
         return self._apart(with_changes(state.fields(), changes), maker)
 
@@ -205,13 +205,13 @@ class InRotation(Whole):
         if meets:
             raise refuse_meeting_in_rotation(meets)
 
-    def make_runner(self, step: StepParts, state: TrainState, batches: Batches) -> Runner:
+    def make_runner(self, step: StepParts, state: KeptState, batches: Batches) -> Runner:
         """As in `Whole`."""
         from multitower.steps.rotation.runner import RotationRunner  # noqa: PLC0415 (importing stays quick)
 
         return RotationRunner(step, batches, self._turns, self._options)
 
-    def _apart(self, fields: Fields, maker: object) -> TrainState:
+    def _apart(self, fields: Fields, maker: object) -> KeptState:
         from multitower.steps.rotation.state import take_apart  # noqa: PLC0415 (importing stays quick)
 
         return take_apart(fields, self._turns).state(maker)

@@ -17,7 +17,7 @@ from multitower.steps.local.options import LocalState
 from multitower.steps.loss import LossFunction
 from multitower.steps.parts import EmaDecay
 from multitower.steps.rotation.options import StaleScale, Updates
-from multitower.steps.state.train_state import TrainState, check_is_state
+from multitower.steps.state.train_state import TrainState, check_is_state, state_of
 from multitower.steps.step import TrainStep
 from multitower.steps.train import train_step
 from multitower.towers.leaves import as_python
@@ -352,7 +352,7 @@ class Trainer:
         call = FitCall(batches, steps_per_epoch, how, about or {}, evaluate, evaluate_every or 0)
         state = self.step.init(params, model_state=model_state, rng=rng)
         given = (self._settings, self.step.untrained)
-        run = describe_run(self._optimizer, state.params_shapes(), *given)
+        run = describe_run(self._optimizer, state.kept.params_shapes(), *given)
         check_alike("fit", {**self._rhythm(call), **in_words(run)}, self.step.placement)
         with self._checkpoints() as checkpoints:
             if checkpoints is not None and not checkpoints.steps():
@@ -613,4 +613,4 @@ def _scored(state: TrainState) -> TrainState:
     average = state.ema_params
     if average is None:
         return state
-    return TrainState(state.shared()._replace(params=average), origin=state.origin)
+    return state_of(state.kept.shared()._replace(params=average), state.kept.origin)

@@ -100,7 +100,7 @@ def two():
 def test_the_state_travels_in_few_arrays(two):
     # The lie: every leaf enters and leaves the programs, on every device.
     _, state = two
-    copies = state.parts()
+    copies = state.kept.parts()
     assert all(isinstance(copy, Bundle) for copy in copies)
     num_alone = len(jax.tree.leaves(state)) - 3 * len(NAMES)
     assert len(jax.tree.leaves(copies[0])) <= num_alone
@@ -111,7 +111,7 @@ def test_bits_are_those_of_one_device_and_values_those_of_leaves_alone(two, monk
     assert mt.fingerprint(one) == mt.fingerprint(two[1])
     monkeypatch.setattr(bundles, "FEWEST", 10**9)
     alone = finish(*start(1))
-    assert not isinstance(alone.parts()[0], Bundle)
+    assert not isinstance(alone.kept.parts()[0], Bundle)
     for (name, leaf), (other, wanted) in zip(named_leaves(one), named_leaves(alone), strict=True):
         assert (name, leaf.dtype) == (other, wanted.dtype)
         np.testing.assert_allclose(on_host(leaf), on_host(wanted), 1e-5, 1e-6, err_msg=name)
@@ -155,7 +155,7 @@ def test_a_broken_vector_of_one_device_is_found(two):
     state, _ = step(jax.tree.map(jnp.copy, given), ROWS[0])
     check_replicas(state)
     state, _ = step(state, ROWS[0])
-    vectors = state.parts()[1].vectors
+    vectors = state.kept.parts()[1].vectors
     (place,) = (n for n, vector in enumerate(vectors) if vector.dtype == jnp.float32)
     vectors[place] = vectors[place].at[1].add(1)  # after "scale"
     with pytest.raises(mt.StateError, match=r"holds other bits in state\.params\['w0'\]"):

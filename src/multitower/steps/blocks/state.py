@@ -19,7 +19,7 @@ from multitower.steps.optimizing.update import begin
 from multitower.steps.parts import StepParts
 from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
-from multitower.steps.state.train_state import TrainState
+from multitower.steps.state.kept import KeptState
 from multitower.towers.blocks import BlockLayout
 from multitower.towers.global_arrays import as_global, gather_rows, replicate
 from multitower.towers.placement import Placement
@@ -139,9 +139,9 @@ class ShardedState:
             block = block._replace(**{name: jax.tree.unflatten(treedef, leaves)})
         return block
 
-    def state(self, parts: Parts, maker: object) -> TrainState:
+    def state(self, parts: Parts, maker: object) -> KeptState:
         """The training state that a user gets for these parts."""
-        return TrainState.of_parts(
+        return KeptState.of_parts(
             parts, self._join, maker, join_shared=self._join_shared, apart=Block._fields
         )
 

@@ -27,7 +27,7 @@ from multitower.steps.optimizing.update import finite_leaves, update
 from multitower.steps.parts import Batches, StepParts
 from multitower.steps.runner import Weights
 from multitower.steps.state.fields import Fields
-from multitower.steps.state.train_state import TrainState
+from multitower.steps.state.kept import KeptState
 from multitower.towers.global_arrays import replicate
 from multitower.towers.placement import Placement
 from multitower.towers.rows import BatchParts
@@ -60,8 +60,8 @@ class ShardedRunner:
         self._finite = jax.jit(finite_leaves)
 
     def run(
-        self, state: TrainState, batch: BatchParts, maker: object
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        self, state: KeptState, batch: BatchParts, maker: object
+    ) -> tuple[KeptState, dict[str, jax.Array]]:
         """Makes one update; the state is overwritten."""
         rows = cut(batch.rows, batch.num_rows, self._placement, self._tower_rows)
         parts: Parts = state.parts()

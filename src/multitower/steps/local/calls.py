@@ -17,7 +17,7 @@ from multitower.engines.totals import TowerSums
 from multitower.steps.local.runner import LocalRunner, Made
 from multitower.steps.looped import Stack
 from multitower.steps.runner import Metrics
-from multitower.steps.state.train_state import TrainState
+from multitower.steps.state.kept import KeptState
 
 
 class _Laid(NamedTuple):
@@ -54,7 +54,7 @@ class LocalCallRunner:
         self._compiled: dict[Any, _Programs] = {}
         self._first_place = jax.device_put(np.int32(0), one.devices[0])
 
-    def run(self, state: TrainState, stack: Stack, maker: object) -> tuple[TrainState, Metrics]:
+    def run(self, state: KeptState, stack: Stack, maker: object) -> tuple[KeptState, Metrics]:
         """Makes an update of every tower with each batch; the state is overwritten."""
         stack.refuse_short(self._least)
         parts, programs = state.parts(), None

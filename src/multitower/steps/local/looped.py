@@ -25,7 +25,7 @@ from multitower.steps.looped import Stack, StackFeeder
 from multitower.steps.parts import Batches, StepParts
 from multitower.steps.runner import Metrics
 from multitower.steps.state.fields import Fields
-from multitower.steps.state.train_state import TrainState
+from multitower.steps.state.kept import KeptState
 from multitower.towers.placement import AXIS, Placement
 from multitower.towers.rows import Tower, real_rows
 
@@ -44,9 +44,9 @@ class LoopParts(NamedTuple):
     fields: Fields
     step: int
 
-    def state(self, maker: object) -> TrainState:
+    def state(self, maker: object) -> KeptState:
         """The training state that a user gets for these parts."""
-        return TrainState.of_parts(self, lambda parts: parts.fields, maker)
+        return KeptState.of_parts(self, lambda parts: parts.fields, maker)
 
 
 class LocalLoopRunner:
@@ -68,7 +68,7 @@ class LocalLoopRunner:
         self._feeder = feeder
         self._programs = {meets: self._program(meets) for meets in (True, False)}
 
-    def run(self, state: TrainState, stack: Stack, maker: object) -> tuple[TrainState, Metrics]:
+    def run(self, state: KeptState, stack: Stack, maker: object) -> tuple[KeptState, Metrics]:
         """Makes an update of every tower with each batch; the state is overwritten."""
         batches = self._feeder.feed(stack)
         fields, step = state.parts()

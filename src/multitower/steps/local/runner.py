@@ -24,7 +24,7 @@ from multitower.steps.local.options import refuse_meeting_in_local
 from multitower.steps.local.state import Own, Parts, as_state
 from multitower.steps.parts import Batches, StepParts
 from multitower.steps.runner import Metrics
-from multitower.steps.state.train_state import TrainState
+from multitower.steps.state.kept import KeptState
 from multitower.towers.global_arrays import replicate
 from multitower.towers.placement import Placement, contiguous
 from multitower.towers.rows import BatchParts, Tower
@@ -84,15 +84,13 @@ class LocalRunner:
         self._numbers = WholeNumbers()
         self._scales: dict[Any, jax.Array] = {}
 
-    def run(
-        self, state: TrainState, batch: BatchParts, maker: object
-    ) -> tuple[TrainState, Metrics]:
+    def run(self, state: KeptState, batch: BatchParts, maker: object) -> tuple[KeptState, Metrics]:
         """Makes one update of every tower; the state is overwritten."""
         parts, made = self.make(state, state.parts(), batch)
         total = self.total(made.sums, made.programs.add)
         return self.state_of(parts, maker), self.metrics(made, total)
 
-    def make(self, state: TrainState, parts: Parts, batch: BatchParts) -> tuple[Parts, Made]:
+    def make(self, state: KeptState, parts: Parts, batch: BatchParts) -> tuple[Parts, Made]:
         """Makes one update of every tower, and a meeting if it is due; `state` is spent."""
         rows = cut(batch.rows, batch.num_rows, self._placement, self._tower_rows)
         rest = replicate(batch.shared, self._placement)
@@ -133,7 +131,7 @@ class LocalRunner:
         """The metrics of a step, from the sums over all towers."""
         return made.programs.finish(made.met, total, self._scale(made.num_rows))
 
-    def state_of(self, parts: Parts, maker: object) -> TrainState:
+    def state_of(self, parts: Parts, maker: object) -> KeptState:
         """The training state that a user gets for these parts."""
         return as_state(parts, self._placement, maker)
 

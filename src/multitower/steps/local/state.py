@@ -14,7 +14,7 @@ from multitower.processes.together import whole_on_host
 from multitower.steps.runner import on_all_devices, own_copy
 from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
-from multitower.steps.state.train_state import TrainState
+from multitower.steps.state.kept import KeptState
 from multitower.towers.global_arrays import as_global, replicate, stack_on_host
 from multitower.towers.leaves import device_dtype, is_key
 from multitower.towers.placement import Placement
@@ -103,7 +103,7 @@ def take_changes(parts: Parts, changes: Changes, placement: Placement) -> Parts:
     return Parts(replicas, {t: changed(own, t) for t, own in parts.towers.items()}, parts.step)
 
 
-def as_state(parts: Parts, placement: Placement, maker: object) -> TrainState:
+def as_state(parts: Parts, placement: Placement, maker: object) -> KeptState:
     """The training state that a user gets for these parts."""
 
     def join_shared(parts: Parts) -> Fields:
@@ -114,7 +114,7 @@ def as_state(parts: Parts, placement: Placement, maker: object) -> TrainState:
         local = jax.tree.map(lambda *own: stack_on_host(own, placement), *towers)
         return join_shared(parts)._replace(local=local)
 
-    return TrainState.of_parts(parts, join, maker, join_shared=join_shared, apart=("local",))
+    return KeptState.of_parts(parts, join, maker, join_shared=join_shared, apart=("local",))
 
 
 def _parts(fields: Fields, own_of: Callable[[int], Own], placement: Placement) -> Parts:

@@ -27,7 +27,7 @@ from multitower.steps.parts import Batches, StepParts
 from multitower.steps.runner import on_all_devices, own_copy
 from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
-from multitower.steps.state.train_state import TrainState
+from multitower.steps.state.kept import KeptState
 from multitower.steps.way import Runner, Whole
 from multitower.towers.leaves import is_key
 from multitower.towers.placement import Placement
@@ -45,7 +45,7 @@ class InLocal(Whole):
         self._options = options
         self._meeting: Meeting | None = None
 
-    def first(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
+    def first(self, step: StepParts, fields: Fields, maker: object) -> KeptState:
         """As in `Whole`; `opt_state` is the outer optimizer's."""
         refuse_traced("step.init", fields)
         return super().first(step, fields, maker)
@@ -59,7 +59,7 @@ class InLocal(Whole):
             )
         return fields
 
-    def adopt(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
+    def adopt(self, step: StepParts, fields: Fields, maker: object) -> KeptState:
         """As in `Whole`; from a state of synchronous steps, all towers begin with the same."""
         if fields.local is not None:
             return self._go_on(fields, maker)
@@ -72,7 +72,7 @@ class InLocal(Whole):
             )
         return self._begin(fields, maker)
 
-    def with_changes(self, state: TrainState, changes: Changes, maker: object) -> TrainState:
+    def with_changes(self, state: KeptState, changes: Changes, maker: object) -> KeptState:
         """As in `Whole`."""
         parts = take_changes(state.parts(), changes, self.placement)
         return as_state(parts, self.placement, maker)
@@ -82,7 +82,7 @@ class InLocal(Whole):
         if meets:
             raise refuse_meeting_in_local(meets)
 
-    def make_runner(self, step: StepParts, state: TrainState, batches: Batches) -> Runner:
+    def make_runner(self, step: StepParts, state: KeptState, batches: Batches) -> Runner:
         """As in `Whole`."""
         refuse_disabled_jit()
         if self._meeting is None:
@@ -93,17 +93,17 @@ class InLocal(Whole):
         least = batches.tower_rows * self.placement.num_towers if batches.must_be_full else 0
         return LocalCallRunner(one, self._options.most, least)
 
-    def _go_on(self, fields: Fields, maker: object) -> TrainState:
+    def _go_on(self, fields: Fields, maker: object) -> KeptState:
         """The state of towers that go on with what `fields.local` holds for each."""
         return as_state(take_apart(fields, self.placement), self.placement, maker)
 
-    def _begin(self, fields: Fields, maker: object) -> TrainState:
+    def _begin(self, fields: Fields, maker: object) -> KeptState:
         """A state in which all towers begin with the same; `opt_state` is the inner optimizer's."""
         own = Own(fields.params, fields.opt_state, fields.model_state, np.int32(0))
         outer = self._options.outer_optimizer.init(fields.params)
         return self._begin_with(fields._replace(opt_state=outer), own, maker)
 
-    def _begin_with(self, fields: Fields, own: Own, maker: object) -> TrainState:
+    def _begin_with(self, fields: Fields, own: Own, maker: object) -> KeptState:
         """A state in which each tower begins with `own`; `fields` holds the rest."""
         return as_state(all_alike(fields, own, self.placement), self.placement, maker)
 
@@ -111,7 +111,7 @@ class InLocal(Whole):
 class InLocalLoops(InLocal):
     """As in `InLocal`; one tower on every device, and many steps in one program."""
 
-    def with_changes(self, state: TrainState, changes: Changes, maker: object) -> TrainState:
+    def with_changes(self, state: KeptState, changes: Changes, maker: object) -> KeptState:
         """As in `Whole`; every tower gets new parameters and a new model state, too."""
         fields = state.fields()
         for name in ("params", "model_state"):
@@ -122,13 +122,13 @@ class InLocalLoops(InLocal):
             fields = fields._replace(local=fields.local._replace(**new))
         return self._go_on(with_changes(fields, changes), maker)
 
-    def make_runner(self, step: StepParts, state: TrainState, batches: Batches) -> Runner:
+    def make_runner(self, step: StepParts, state: KeptState, batches: Batches) -> Runner:
         """As in `Whole`."""
         assert self._options.most is not None
         feeder = StackFeeder(batches, self.placement, self._options.most)
         return LocalLoopRunner(step, batches, self._options, self.placement, feeder)
 
-    def _go_on(self, fields: Fields, maker: object) -> TrainState:
+    def _go_on(self, fields: Fields, maker: object) -> KeptState:
         refuse_other_towers(fields, self.placement)
         whole = on_all_devices(fields._replace(local=None), self.placement)
         leaves, treedef = jax.tree.flatten(fields.local)
@@ -139,7 +139,7 @@ class InLocalLoops(InLocal):
         whole = whole._replace(local=jax.tree.unflatten(treedef, placed))
         return LoopParts(whole, int(whole_on_host(whole.step))).state(maker)  # host-device sync
 
-    def _begin_with(self, fields: Fields, own: Own, maker: object) -> TrainState:
+    def _begin_with(self, fields: Fields, own: Own, maker: object) -> KeptState:
         def for_each(leaf: Any) -> Any:
             stack = jnp.stack if is_key(leaf) else np.stack
             return stack([on_the_host(leaf)] * self.placement.num_towers)

@@ -28,7 +28,7 @@ from multitower.steps.rotation.sums import GroupSums
 from multitower.steps.rotation.turns import Turns
 from multitower.steps.runner import Metrics, Weights
 from multitower.steps.state.fields import Fields
-from multitower.steps.state.train_state import TrainState
+from multitower.steps.state.kept import KeptState
 from multitower.towers.global_arrays import replicate
 from multitower.towers.placement import Placement
 from multitower.towers.rows import BatchParts, Split
@@ -52,9 +52,7 @@ class RotationRunner:
         self._tower_rows = batches.tower_rows
         self._turns = turns
 
-    def run(
-        self, state: TrainState, batch: BatchParts, maker: object
-    ) -> tuple[TrainState, Metrics]:
+    def run(self, state: KeptState, batch: BatchParts, maker: object) -> tuple[KeptState, Metrics]:
         """Makes one update; the state is overwritten."""
         parts: Parts = state.parts()
         group = self._turns.group_at(parts.num_updates)

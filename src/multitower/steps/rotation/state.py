@@ -14,7 +14,7 @@ from multitower.models.state import enter
 from multitower.steps.rotation.turns import Turns
 from multitower.steps.runner import own_copy
 from multitower.steps.state.fields import Fields
-from multitower.steps.state.train_state import TrainState
+from multitower.steps.state.kept import KeptState
 from multitower.towers.global_arrays import replicate, stack_on_host
 from multitower.towers.placement import Placement
 from multitower.towers.rows import Tower
@@ -45,9 +45,9 @@ class Parts(NamedTuple):
     home: Fields
     versions: list[Version]
 
-    def state(self, maker: object) -> TrainState:
+    def state(self, maker: object) -> KeptState:
         """The training state that a user gets for these parts."""
-        return TrainState.of_parts(
+        return KeptState.of_parts(
             self, Parts.fields, maker, join_shared=lambda own: own.home, apart=("local",)
         )
 

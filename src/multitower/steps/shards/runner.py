@@ -10,7 +10,7 @@ from multitower.steps.runner import Feeder, Metrics
 from multitower.steps.shards.job import ShardsJob
 from multitower.steps.shards.state import StateShards
 from multitower.steps.state.fields import Fields
-from multitower.steps.state.train_state import TrainState
+from multitower.steps.state.kept import KeptState
 from multitower.towers.leaves import is_traced
 from multitower.towers.rows import BatchParts
 
@@ -24,16 +24,14 @@ class ShardsRunner:
         self._feeder = Feeder(shards.placement, batches.tower_rows)
         self._programs: dict[Any, Any] = {}
 
-    def run(
-        self, state: TrainState, parts: BatchParts, maker: object
-    ) -> tuple[TrainState, Metrics]:
+    def run(self, state: KeptState, parts: BatchParts, maker: object) -> tuple[KeptState, Metrics]:
         """Makes one update; the state is overwritten."""
         rest, rows, num_rows = self._feeder.feed(parts)
         given = state.fields()
         fields, metrics = self.program(given)(given, rest, rows, num_rows)
         if not is_traced(metrics["loss"]):  # inside jax.jit, where it is refused
             state.spend()
-        return TrainState(fields, maker), metrics
+        return KeptState(fields, maker), metrics
 
     def program(self, fields: Fields) -> Any:
         """The jitted step for states like this one; it keeps the sharding of every leaf."""

@@ -14,7 +14,7 @@ from multitower.steps.parts import StepParts
 from multitower.steps.staged.state import Block, Head, Parts, Trees, copied
 from multitower.steps.staged.update import SHARED, Homes
 from multitower.steps.state.fields import Fields, shapes_of
-from multitower.steps.state.train_state import TrainState
+from multitower.steps.state.kept import KeptState
 from multitower.steps.unmade import Unmade
 from multitower.towers.leaves import device_dtype, is_key
 
@@ -32,7 +32,7 @@ class First(NamedTuple):
     fields: Fields
 
     @classmethod
-    def state(cls, step: StepParts, fields: Fields, maker: object) -> TrainState:
+    def state(cls, step: StepParts, fields: Fields, maker: object) -> KeptState:
         """A training state of this kind; the user's arrays are copied to the host's memory."""
         first = cls(step, jax.tree.map(_on_host, fields))
         apart = ["opt_state", "ema_params"]
@@ -40,7 +40,7 @@ class First(NamedTuple):
         if any(isinstance(leaf, Unmade) for leaf in jax.tree.leaves(seen.params)):
             apart.append("params")
             seen = seen._replace(params=None)
-        return TrainState.of_parts(
+        return KeptState.of_parts(
             first, lambda own: own.whole(), maker, join_shared=lambda _: seen, apart=apart
         )
 

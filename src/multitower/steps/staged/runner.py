@@ -19,8 +19,8 @@ from multitower.steps.staged.update import WholeUpdate
 from multitower.steps.staged.updates import Updates
 from multitower.steps.staged.weights import StagedWeights
 from multitower.steps.state.fields import Fields
+from multitower.steps.state.kept import KeptState
 from multitower.steps.state.replicas import check_replicas_of_stages
-from multitower.steps.state.train_state import TrainState
 from multitower.towers.leaves import device_dtype
 from multitower.towers.rows import BatchParts
 from multitower.towers.split import cut, on_one_device
@@ -68,8 +68,8 @@ class StagedRunner:
         self._updates = Updates(step, whole, layout, chain)
 
     def run(
-        self, state: TrainState, batch: BatchParts, maker: object
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        self, state: KeptState, batch: BatchParts, maker: object
+    ) -> tuple[KeptState, dict[str, jax.Array]]:
         """Makes one update; the state is overwritten."""
         towers = self._layout.towers
         rows = cut(batch.rows, batch.num_rows, towers, self._tower_rows)
@@ -89,9 +89,9 @@ class StagedRunner:
             model_state = self._updates.kept(more.pop("good"), model_state, head.model_state)
         state.spend()
         new = parts._replace(blocks=blocks, head=Head(count, model_state, head.rng, opt_state))
-        return TrainState.of_parts(new, Parts.fields, maker), {**metrics, **more}
+        return KeptState.of_parts(new, Parts.fields, maker), {**metrics, **more}
 
-    def _parts(self, state: TrainState) -> Parts:
+    def _parts(self, state: KeptState) -> Parts:
         """The state in parts for these stages; another runner may have cut the model elsewhere."""
         parts = state.parts()
         if isinstance(parts, First):

@@ -35,12 +35,12 @@ def check_replicas(state: TrainState) -> None:
         >>> step = mt.train_step(lambda w, x: (w - x) ** 2, optax.sgd(0.1), devices=4)
         >>> check_replicas(step.init(jnp.float32(0.0)))
     """
-    by_stage = getattr(state.parts(), "by_stage", None)
+    by_stage = getattr(state.kept.parts(), "by_stage", None)
     if by_stage is not None:
-        check_replicas_of_stages(by_stage(), state.parts().spans_processes)
+        check_replicas_of_stages(by_stage(), state.kept.parts().spans_processes)
         return
     # Leaves that are kept in blocks or by one tower, or split over the devices, have no copies.
-    whole = state.shared()._replace(local=None)
+    whole = state.kept.shared()._replace(local=None)
     every, _ = jax.tree_util.tree_flatten_with_path(whole)
     flat = [
         (path, leaf)

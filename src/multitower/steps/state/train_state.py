@@ -1,14 +1,14 @@
 """TrainState: everything that one update changes, as arrays on all devices."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
 from multitower.errors import ArgumentError, StateError
-from multitower.steps.state.changes import Changes, Shown, in_every_tower, with_changes
-from multitower.steps.state.fields import Fields, shapes_of
+from multitower.steps.state.fields import Fields
+from multitower.steps.state.kept import KeptState
 from multitower.towers.refusals import is_state_of_linen, refuse_keras_model
 
 
@@ -54,7 +54,6 @@ def refuse_a_state(params: Any) -> None:
     refuse_keras_model(params, lambda: "params")
 
 
-@jax.tree_util.register_pytree_with_keys_class
 class TrainState:
     """The training state, a pytree made by `TrainStep.init`.
 
@@ -95,114 +94,57 @@ class TrainState:
         (0, 0.0)
     """
 
-    # A same-bits step works on one copy per device, with many small leaves in `bundles`. The arrays
-    # that span all devices, which a user sees, are made of those copies when the user reads them:
-    # that costs the host 8 us per leaf.
-    __slots__ = (
-        "_apart",
-        "_fields",
-        "_join",
-        "_join_shared",
-        "_parts",
-        "_shared",
-        "_shown",
-        "_spent",
-        "made_by",
-        "maker",
-        "origin",
-    )
+    __slots__ = ("kept",)
 
-    def __init__(self, fields: Fields | None, maker: object = None, origin: object = None) -> None:
-        self._fields = fields
-        self._shared: Fields | None = None
-        self._parts: Any = None
-        self._join: Callable[[Any], Fields] | None = None
-        self._join_shared: Callable[[Any], Fields] | None = None
-        self._apart: Collection[str] = ()
-        self._spent = False
-        self._shown: dict[str, Shown] = {}
-        self.maker = maker
-        # The maker of the state that this one was made from: it knows the model.
-        self.origin = origin if maker is None else maker
-        # The programs of the maker that returned the parts; it reads them at the next step.
-        self.made_by: Any = None
-
-    @classmethod
-    def of_parts(
-        cls,
-        parts: Any,
-        join: Callable[[Any], Fields],
-        maker: object,
-        *,
-        join_shared: Callable[[Any], Fields] | None = None,
-        apart: Collection[str] = (),
-    ) -> "TrainState":
-        """A state in the form in which its maker keeps it, such as one copy per local device.
-
-        Args:
-            parts: the form that the maker's next step takes.
-            join: makes Fields of the parts, for users and other steps.
-            maker: the `Maker` of the step.
-            join_shared: like `join`, but with None for fields that are expensive to join; None if
-                no field is.
-            apart: the names of the fields that are expensive to join.
-        """
-        state = cls(None, maker)
-        state._parts = parts
-        state._join = join
-        state._join_shared = join_shared
-        state._apart = apart
-        return state
+    def __init__(self, kept: KeptState) -> None:
+        self.kept = kept  # for multitower alone: what it keeps may change
 
     @property
     def step(self) -> jax.Array:
         """Number of updates made, int32, shape ()."""
-        return self._show("step")
+        return self.kept.show("step")
 
     @property
     def params(self) -> Any:
         """The parameters."""
-        return self._show("params")
+        return self.kept.show("params")
 
     @property
     def opt_state(self) -> Any:
         """The optimizer's state."""
-        return self._show("opt_state")
+        return self.kept.show("opt_state")
 
     @property
     def ema_params(self) -> Any:
         """The moving average of the parameters, or None."""
-        return self._show("ema_params")
+        return self.kept.show("ema_params")
 
     @property
     def model_state(self) -> Any:
         """The model state that the loss returned, or None."""
-        return self._show("model_state")
+        return self.kept.show("model_state")
 
     @property
     def rng(self) -> Any:
         """The PRNG key of the whole run, or None."""
-        return self._show("rng")
+        return self.kept.show("rng")
 
     @property
     def local(self) -> Any:
         """What every tower or group keeps of its own, with a first axis for them; or None."""
-        return self._show("local")
+        return self.kept.show("local")
 
     @property
     def loss_scale(self) -> Any:
         """A dict of the scale that multiplies the loss and of its good steps, or None."""
-        return self._show("loss_scale")
+        return self.kept.show("loss_scale")
 
     def replace(self, **changes: Any) -> "TrainState":
         """Returns a state with some attributes replaced, like `dataclasses.replace`.
 
         With `sync_every`, every tower gets new parameters and a new model state, too.
         """
-        new = self.contents(without=changes)._replace(**jax.tree.map(_array_of, changes))
-        if "local" not in changes:
-            new = in_every_tower(new, self._left())
-        return TrainState(new, origin=self.origin)
+        return TrainState(self.kept.replaced(changes))
 
     def block_until_ready(self) -> "TrainState":
         """Waits until the state has been computed, and returns it, like `jax.Array`'s method.
@@ -210,151 +152,44 @@ class TrainState:
         It copies nothing. With `shard_update`, `jax.block_until_ready(state)` would first put the
         optimizer state and the average together on every device.
         """
-        jax.block_until_ready(self.parts() or self.fields())  # host-device sync
+        jax.block_until_ready(self.kept.parts() or self.kept.fields())  # host-device sync
         return self
 
-    def fields(self) -> Fields:
-        """The contents, as arrays that span all devices."""
-        self._check_not_spent()
-        if self._fields is None:
-            assert self._join is not None
-            joined = self._join(self._parts)
-            if self._shared is not None:  # a user has read, and perhaps changed, these
-                seen = self._shared._asdict()
-                joined = joined._replace(**{n: v for n, v in seen.items() if v is not None})
-            self._fields = joined
-        return self._fields
-
-    def contents(self, *, without: Collection[str] = ()) -> Fields:
-        """The fields with what a user has written into them as the next step would take it.
-
-        Args:
-            without: names of fields that the caller replaces.
-
-        Raises:
-            StateError: a new value does not fit the old one.
-        """
-        fields, changes = self.fields(), dict(self.changes(without=without))
-        if not changes:
-            return fields
-        own = {"local": changes.pop("local", {})}
-        fields = in_every_tower(with_changes(fields, changes), self._left())
-        return with_changes(fields, own) if own["local"] else fields
-
-    def _left(self) -> dict[str, Shown]:
-        """What towers may have of their own, as the step left it."""
-        fields = self.fields()
-        names = ("params", "model_state")
-        return {name: self._shown.get(name) or Shown.of(getattr(fields, name)) for name in names}
-
-    def shared(self) -> Fields:
-        """The contents, with None for fields kept apart, such as optimizer state in blocks.
-
-        It copies nothing, and sends nothing between devices or processes.
-        """
-        if self._fields is not None or self._join_shared is None:
-            return self.fields()
-        self._check_not_spent()
-        if self._shared is None:
-            self._shared = self._join_shared(self._parts)
-        return self._shared
-
-    def shapes(self) -> Fields:
-        """Shapes and dtypes of the contents; arrays that are not made yet are not made for it."""
-        self._check_not_spent()
-        if self._fields is None and hasattr(self._parts, "shapes"):
-            return self._parts.shapes()
-        return shapes_of(self.fields())
-
-    def params_shapes(self) -> Any:
-        """Shapes and dtypes of the parameters; no other field is joined or made for it."""
-        self._check_not_spent()
-        if self._fields is None and hasattr(self._parts, "shapes"):
-            return self._parts.shapes().params
-        written = {"params": self.changes().get("params", {})}
-        return shapes_of(with_changes(self.shared(), written).params)
-
-    def parts(self) -> Any:
-        """The parts that `of_parts` was given; None for a state made from Fields."""
-        self._check_not_spent()
-        return self._parts
-
-    def changes(self, *, without: Collection[str] = ()) -> Changes:
-        """The leaves that a user has written into the attributes, by name and number.
-
-        Args:
-            without: names of attributes that the caller replaces.
-
-        Raises:
-            StateError: a new value does not fit the old one.
-        """
-        fields = self._fields or self._shared
-        found = {
-            name: shown.changed_leaves(getattr(fields, name), name)
-            for name, shown in self._shown.items()
-            if name not in without
-        }
-        return {name: leaves for name, leaves in found.items() if leaves}
-
-    def _show(self, name: str) -> Any:
-        """An attribute. Its leaves are remembered, so that a step finds what the user changes."""
-        value = getattr(self.fields() if name in self._apart else self.shared(), name)
-        if name not in self._shown:
-            self._shown[name] = Shown.of(value)
-        return value
-
-    def spend(self) -> None:
-        """Marks the state as overwritten."""
-        self._spent = True
-
-    def _check_not_spent(self) -> None:
-        if self._spent:
-            raise StateError(
-                "this state was given to a step already, and the step has overwritten it. "
-                "Continue with the state that the step returned: state, metrics = "
-                "step(state, batch). To keep the old one, copy it first: "
-                "jax.tree.map(jnp.copy, state)."
-            )
-
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], None]:
-        """For JAX's pytrees."""
-        fields = self.contents()
-        return [
-            (jax.tree_util.GetAttrKey(name), value)
-            for name, value in zip(Fields._fields, fields, strict=True)
-        ], None
-
-    @classmethod
-    def tree_unflatten(cls, _: None, children: Sequence[Any]) -> "TrainState":
-        """For JAX's pytrees."""
-        return cls(Fields(*children))
-
-    def __reduce__(self) -> tuple[type["TrainState"], tuple[Fields]]:
+    def __reduce__(self) -> tuple[Callable[[Fields], "TrainState"], tuple[Fields]]:
         """For `pickle`: copies the values to the host."""
-        return TrainState, (jax.device_get(self.contents()),)
+        return state_of, (jax.device_get(self.kept.contents()),)
 
     def __copy__(self) -> "TrainState":
         """A state of the same model with the values copied to the host."""
-        return TrainState(jax.device_get(self.contents()), origin=self.origin)
+        return state_of(jax.device_get(self.kept.contents()), self.kept.origin)
 
     def __deepcopy__(self, _: Any) -> "TrainState":
         """As `copy.copy`."""
         return self.__copy__()
 
     def __repr__(self) -> str:
-        if self._spent:
+        if self.kept.is_spent:
             return "TrainState(overwritten)"
-        fields = self.fields()
+        fields = self.kept.fields()
         rest = [
             f"{name}={_summary(tree)}" for name, tree in fields._asdict().items() if name != "step"
         ]
         return f"TrainState(step={fields.step}, {', '.join(rest)})"
 
 
-def _array_of(leaf: Any) -> Any:
-    """A Python number as the array that `init` would make of it."""
-    is_number = isinstance(leaf, int | float | complex) and not hasattr(leaf, "dtype")
-    return np.asarray(leaf, jax.dtypes.result_type(leaf)) if is_number else leaf
+def state_of(fields: Fields, origin: object = None) -> TrainState:
+    """A state that no step has made: of its fields, and of the model that `origin` knows."""
+    return TrainState(KeptState(fields, origin=origin))
+
+
+def _flatten(state: TrainState) -> tuple[list[tuple[Any, Any]], None]:
+    fields = state.kept.contents()._asdict()
+    return [(jax.tree_util.GetAttrKey(name), value) for name, value in fields.items()], None
+
+
+jax.tree_util.register_pytree_with_keys(
+    TrainState, _flatten, lambda _, children: state_of(Fields(*children))
+)
 
 
 def _summary(tree: Any) -> str:

@@ -278,7 +278,7 @@ class Checkpoints:
             raise _DamageError("its bits are not the ones that were saved")
         filled = [leaf_like(leaf, old) for leaf, (_, old) in zip(leaves, named, strict=True)]
         state: TrainState = jax.tree.unflatten(jax.tree.structure(like), filled)
-        state.origin = like.origin  # the model of the state that was passed
+        state.kept.origin = like.kept.origin  # the model of the state that was passed
         self._runs[step] = written.get("run", {})
         return Restored(step, state, written["about"])
 

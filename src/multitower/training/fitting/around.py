@@ -65,7 +65,7 @@ class Around(NamedTuple):
         return MetricsReader(
             steps,
             self.on_nonfinite,
-            state.params_shapes(),
+            state.kept.params_shapes(),
             self.tell,
             # In a rotation, metrics of a step are ready only after the other groups' turns.
             calls_late=1 if self.step.turns is None else len(self.step.turns.rotation),

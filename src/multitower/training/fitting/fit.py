@@ -113,7 +113,7 @@ def _ended(
     """The state of a finished run; raises if a signal came after the last step."""
     number = int(state.step)  # host-device sync
     # A phase that has written into the state, which was saved before, is made again.
-    if test.is_due(number) and not state.changes():
+    if test.is_due(number) and not state.kept.changes():
         flush_hooks(around.hooks)  # a resume does not report the noted phase again
         saver.note_tested(number, test.counted())
     stop = vote.at_end()
