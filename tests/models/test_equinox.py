@@ -340,7 +340,7 @@ def test_values_alone_are_of_no_model_where_there_are_several():
     step(jax.tree.map(jnp.copy, state), X[0])
     other = step.init(Permuted(1))
     for use in (step.model, lambda state: step(state, X[0])):
-        with pytest.raises(mt.StateError, match="of which model this state is"):
+        with pytest.raises(mt.StateError, match="which model this state belongs to"):
             use(jax.tree.map(jnp.copy, state))
     del state
     step(jax.tree.map(jnp.copy, other), X[0])

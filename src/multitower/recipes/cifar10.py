@@ -23,7 +23,7 @@ _NAME = "cifar10"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(ImageOptions):
-    """What can be set: `multitower train cifar10 --set lr_base=0.002`.
+    """What can be set: `multitower train cifar10 --lr-base 0.002`.
 
     The learning rate of a step is `lr_base * lr_decay ** (step / decay_steps)`. (The classic
     program's decay_steps was its batch size, 64, by mistake: 1e-10 after 100 000 steps.)

@@ -15,7 +15,7 @@ from multitower.recipes.scores import score
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(ImageOptions):
-    """What can be set: `multitower train cifar10-resnet20 --set learning_rate=0.05`.
+    """What can be set: `multitower train cifar10-resnet20 --learning-rate 0.05`.
 
     Raises:
         RunError: a number is out of range.

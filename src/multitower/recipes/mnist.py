@@ -23,7 +23,7 @@ _NAME = "mnist"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(ImageOptions):
-    """What can be set: `multitower train mnist --set model=lenet5`.
+    """What can be set: `multitower train mnist --model lenet5`.
 
     Raises:
         RunError: a number is out of range.

@@ -61,8 +61,8 @@ def check_same_stream(now: Mapping[str, Any], directory: Path) -> None:
     if saved.get(_DATA, now[_DATA]) != now[_DATA]:
         warn(
             f"the training data is not that with which the run in {directory} began: its first "
-            "rows are other ones. The results will be those of neither data set. Put the old "
-            "data back, or begin another run."
+            "rows are different. The results will be those of neither data set. Put the old data "
+            "back, or begin another run."
         )
 
 

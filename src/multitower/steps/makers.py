@@ -146,10 +146,10 @@ class Makers:
         newest = self.newest.parts.loss
         if not all(maker.parts.loss.has_model_of(newest) for maker in self._all):
             raise StateError(
-                "nobody knows of which model this state is: jax.tree.map and pickle leave the "
-                "values alone, and this step has models with other integers, flags, keys or "
-                "functions. Copy a state with copy.deepcopy(state), or put values into one of that "
-                "model: step.init(model).replace(params=..., ...)."
+                "this step cannot tell which model this state belongs to: jax.tree.map and pickle "
+                "keep only the values, and this step has several models, which differ in integers, "
+                "flags, keys or functions. Copy a state with copy.deepcopy(state), or put the "
+                "values into a state of that model: step.init(model).replace(params=..., ...)."
             )
 
     def _find(self, loss: LossFunction, kind: Any) -> Maker:

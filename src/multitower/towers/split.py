@@ -247,7 +247,7 @@ def rows_at(leaf: Any, places: np.ndarray[Any, Any], where: Callable[[], str]) -
         ArgumentError: an array of another library that cannot be asked for places.
     """
     if isinstance(leaf, jax.Array) and len(homes := leaf.devices()) == 1:
-        # Rows of an array that is bound to no device are not, either.
+        # An array that is bound to no device gives rows that are bound to none.
         home = next(iter(homes)) if leaf.committed else None
         return _rows_at(leaf, jax.device_put(places.astype(np.int32), home))
     if isinstance(leaf, np.ndarray | jax.Array):

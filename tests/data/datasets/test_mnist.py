@@ -47,7 +47,7 @@ def test_wrong_files_are_named(tmp_path, packed, changes, message):
 def test_a_missing_file_is_named_with_its_address(tmp_path):
     write_mnist(tmp_path)
     (tmp_path / "t10k-labels-idx1-ubyte.gz").unlink()
-    with pytest.raises(mt.DataError, match=r"t10k-labels-idx1-ubyte\(.gz\) is not there") as caught:
+    with pytest.raises(mt.DataError, match=r"labels-idx1-ubyte\(.gz\) does not exist") as caught:
         read_mnist(tmp_path)
     for words in ("--download", "--synthetic", "https://", str(tmp_path)):
         assert words in str(caught.value)

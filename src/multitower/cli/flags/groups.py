@@ -111,7 +111,10 @@ class AsynchronousFlags(RotationFlags):
     momentum_correction: Annotated[
         bool,
         tyro.conf.FlagCreatePairsOff,
-        switch("Subtract from the optimizer's momentum what staleness acts like."),
+        switch(
+            "Lower the optimizer's momentum where gradients are stale, because staleness acts "
+            "like momentum."
+        ),
     ] = False
 
 

@@ -67,7 +67,8 @@ def read_cifar10(directory: Path) -> tuple[Images, Images]:
     raise DataError(
         f"{directory} holds no CIFAR-10: there is none of cifar-10-batches-py/data_batch_1, "
         "cifar-10-python.tar.gz, cifar-10-batches-bin/data_batch_1.bin and cifar-10-binary.tar.gz. "
-        f"{where_to_get([ARCHIVE], directory)} To do without: --synthetic."
+        f"{where_to_get([ARCHIVE], directory)} "
+        "To train on made-up images instead: --synthetic."
     )
 
 

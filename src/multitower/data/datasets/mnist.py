@@ -89,8 +89,8 @@ def _find(directory: Path, name: str) -> Path:
         if path.is_file():
             return path
     raise DataError(
-        f"{directory / name}(.gz) is not there. {where_to_get(FILES, directory)} To do without: "
-        "--synthetic."
+        f"{directory / name}(.gz) does not exist. {where_to_get(FILES, directory)} "
+        "To train on made-up images instead: --synthetic."
     )
 
 
