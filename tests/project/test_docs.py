@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 import multitower as mt
-from places import ROOT
+from places import ROOT, text_of
 
 DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(DOCS)): path for path in sorted(DOCS.rglob("*.md"))}
@@ -108,7 +108,7 @@ class Block(NamedTuple):
 
 @functools.cache
 def blocks(page):
-    text = PAGES[page].read_text(encoding="utf-8")
+    text = text_of(PAGES[page])
     return [
         Block(
             match["kind"].strip(),
@@ -165,7 +165,7 @@ def test_every_block_is_of_a_known_kind(page):
     for block in found:
         known = block.kind in OTHERS or OURS.fullmatch(block.kind) or SHOWN.fullmatch(block.kind)
         assert known, f"{page}, line {block.line}: {block.kind!r}"
-    assert len(re.findall(r"^ *```", PAGES[page].read_text(), re.MULTILINE)) == 2 * len(found)
+    assert len(re.findall(r"^ *```", text_of(PAGES[page]), re.MULTILINE)) == 2 * len(found)
 
 
 @pytest.mark.parametrize(("page", "block"), blocks_of(SHOWN))

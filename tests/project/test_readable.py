@@ -4,11 +4,11 @@ import re
 
 import pytest
 
-from places import ROOT
+from places import ROOT, text_of
 
 RESULTS = ROOT / "benchmarks" / "results"
 TEXTS = {
-    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+    str(path.relative_to(ROOT)): text_of(path)
     for path in sorted(
         [
             *ROOT.glob("*.md"),
