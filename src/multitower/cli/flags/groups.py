@@ -56,7 +56,11 @@ class LocalFlags(Group):
 
     sync_every: Annotated[
         WholeNumber,
-        flag("H", "The towers meet every H steps.", "all towers make every step together"),
+        flag(
+            "H",
+            "The towers meet every H steps: one update is made from the average of their changes.",
+            "all towers make every step together",
+        ),
     ] = None
     outer_lr: Annotated[
         Number,
