@@ -30,7 +30,7 @@ import re
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -132,6 +132,22 @@ def install_command(*packages: str) -> str:
 
 def _normalized(package: str) -> str:
     return re.sub(r"[-_.]+", "-", package).lower()
+
+
+def listed(words: Sequence[object], joint: str = "and") -> str:
+    """Returns words as a list in a sentence, such as `a, b and c`.
+
+    Args:
+        words: any number of words or numbers.
+        joint: what stands before the last one.
+
+    Example:
+        >>> from multitower.errors import listed
+        >>> listed(["weights", "biases"]), listed([1, 2, 4], "or"), listed([])
+        ('weights and biases', '1, 2 or 4', '')
+    """
+    *most, last = map(str, words or [""])
+    return f"{', '.join(most)} {joint} {last}" if most else last
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -31,10 +31,10 @@ from multitower.checks.reading.row_flow import Reading, read, unused_size
 from multitower.checks.results import Results
 from multitower.checks.weights import uses_of_weights
 from multitower.engines.collectives import axis_of
-from multitower.errors import OutputError, warn
+from multitower.errors import OutputError, listed, warn
 from multitower.models.counters import counters_of
 from multitower.models.writes import Writes, noting_writes
-from multitower.towers.leaves import device_dtype
+from multitower.towers.leaves import row_shapes
 from multitower.towers.rows import Tower
 
 # Unusual numbers of towers, so that an axis with the rows of all towers is known by its size.
@@ -131,7 +131,7 @@ def look(
     first = reader(outputs, rows, others)
     now = counters_of(fun).items()
     if counted := [name for name, number in now if number != counters.get(name)]:
-        warn(COUNTED_CALLS.format(names=_listed(counted)))
+        warn(COUNTED_CALLS.format(names=listed(counted)))
     takes_all = first is not None and first[0].taken == {rows[0].shape[0]}
     if first is None or takes_all or first[1].has_state_by_row():
         # It has a buffer for so many rows as the batch has, or takes x[:64] of a batch of 64 rows:
@@ -152,7 +152,7 @@ def look(
     found = surely(problems_of_one if has_all else problems, first, again)
     for problem in _once_for_each_cause(found):
         warn(f"{problem} (mt.check_parallel looks closer.)")
-    return _listed([*dict.fromkeys(first[1].counting_copies())])
+    return listed([*dict.fromkeys(first[1].counting_copies())])
 
 
 def _once_for_each_cause(problems: Sequence[Problem]) -> list[Problem]:
@@ -160,11 +160,7 @@ def _once_for_each_cause(problems: Sequence[Problem]) -> list[Problem]:
     names: dict[Problem, dict[str, None]] = {}  # each once: leaves of a module share a name
     for one in problems:
         names.setdefault(one._replace(output=""), {})[one.output] = None
-    return [cause._replace(output=_listed([*found])) for cause, found in names.items()]
-
-
-def _listed(words: Sequence[str]) -> str:
-    return " and ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)
+    return [cause._replace(output=listed([*found])) for cause, found in names.items()]
 
 
 def look_at_key(
@@ -237,7 +233,7 @@ def read_tower(
     if prime > most > 0:
         return None
     num_rows = times * prime
-    shapes = [jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), device_dtype(x)) for x in rows]
+    shapes = row_shapes(rows, num_rows)
 
     def run(rows: list[Any], number: jax.Array, others: Any) -> tuple[dict[str, Any], Writes]:
         with noting_writes() as written:

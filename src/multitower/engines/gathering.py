@@ -22,7 +22,7 @@ from jax.extend import core
 from multitower.engines.segments import compute, num_same
 from multitower.towers.placement import AXIS
 
-_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}
+_CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr"}
 _REMAT = ("checkpoint", "remat2")
 # These change the form of one array. Wherever the result is used, it is made from the shard again.
 _FORMS = {"transpose", "reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "copy"}

@@ -15,7 +15,7 @@ from multitower.functions.calls import Leaves
 from multitower.functions.outputs import check_arrays, find_row_leaves, refuse_ragged
 from multitower.models.equinox import is_equinox_state
 from multitower.models.state import as_leaf, only_first, weigh
-from multitower.towers.leaves import Constant, is_legacy_key
+from multitower.towers.leaves import Constant, is_legacy_key, row_shapes
 from multitower.towers.rows import SHARED, Split, Tower
 
 
@@ -194,9 +194,7 @@ def made_of_no_rows(
     num_rows = rows[0].shape[0]
     try:
         programs = [
-            jax.make_jaxpr(outputs_of)(
-                [jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for x in rows], here
-            )
+            jax.make_jaxpr(outputs_of)(row_shapes(rows, size), here)
             for size in (num_rows, num_rows + 1)
         ]
     except Exception:  # a number of rows is written into the function: nothing is known

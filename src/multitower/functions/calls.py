@@ -19,7 +19,7 @@ from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import Call
 from multitower.towers.global_arrays import as_global, join_rows, on_all_devices, replicate
 from multitower.towers.leaf_shards import axis_of_parts
-from multitower.towers.leaves import are_traced, device_dtype, is_key, is_legacy_key
+from multitower.towers.leaves import are_traced, is_key, is_legacy_key, row_shapes
 from multitower.towers.placement import Placement, check_towers, place
 from multitower.towers.rows import (
     SHARED,
@@ -240,7 +240,7 @@ class TowerFunction:
     def _weights_job(
         self, split: Split, shared: list[Any], rows: list[Any], tower_rows: int
     ) -> Job | None:
-        shapes = [jax.ShapeDtypeStruct((tower_rows, *x.shape[1:]), device_dtype(x)) for x in rows]
+        shapes = row_shapes(rows, tower_rows)
         num_towers = self.placement().num_towers
         return self._kind.weights_job(split, shared, shapes, num_towers=num_towers)
 

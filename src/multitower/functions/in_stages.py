@@ -17,7 +17,7 @@ from multitower.stages.layout import Layout
 from multitower.stages.meeting.sums import without_collectives
 from multitower.stages.options import StageOptions
 from multitower.towers.global_arrays import join_rows
-from multitower.towers.leaves import are_traced, shape_of
+from multitower.towers.leaves import are_traced, row_shapes, shape_of
 from multitower.towers.placed import Placed
 from multitower.towers.placement import Placement
 from multitower.towers.rows import BatchParts, Tower
@@ -84,7 +84,7 @@ class StagedFunction(TowerFunction):
         ragged = ragged_of(parts.num_rows, rows[0].placement.num_towers)
         tower_rows = rows[0].tower_rows
         shared = [shape_of(jax.typeof(leaf)) for leaf in parts.shared]
-        pieces = [jax.ShapeDtypeStruct((tower_rows, *x.shape[1:]), x.dtype) for x in rows]
+        pieces = row_shapes(rows, tower_rows)
         key = (parts.split, ragged is None, signature((shared, pieces)))
         if key not in self._compiled:
             job = self._kind.job(parts.split, tower_rows, ragged)

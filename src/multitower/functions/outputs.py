@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from multitower.errors import OutputError, warn
-from multitower.towers.leaves import is_key, wide_dtype
+from multitower.towers.leaves import is_key, row_shapes, wide_dtype
 from multitower.towers.rows import Tower
 
 # What train_step itself puts into the metrics.
@@ -262,7 +262,7 @@ def shapes_with_more_rows(
     tower_rows = rows[0].shape[0]
     refused: list[OutputError] = []
     for num_rows in (tower_rows + 1, 2 * tower_rows):  # the second has whole groups of rows
-        more = [jax.ShapeDtypeStruct((num_rows, *leaf.shape[1:]), leaf.dtype) for leaf in rows]
+        more = row_shapes(rows, num_rows)
         try:
             leaves = jax.tree.leaves(jax.eval_shape(outputs_of, more))
         except OutputError as error:

@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
@@ -19,7 +18,6 @@ from multitower.hardware.devices import DeviceSpec
 from multitower.models.callables import as_function
 from multitower.models.closures import Contents, UsedByArguments, call_opened
 from multitower.models.modules import Call, call_tower, take_call
-from multitower.models.opening import OpenFunction
 from multitower.models.state import Changed, as_leaf, only_first
 from multitower.stages.options import StageOptions, stage_options
 from multitower.towers.rows import Split, Tower, axes_of_leaves
@@ -108,12 +106,42 @@ def make_parallel(
 
     Source: `make_parallel` of the classic TensorFlow tower tutorials, with `jax.vmap`'s arguments.
     """
-    arguments = Arguments(fn)
-    fn = as_function(fn)
     where = (tuple(devices) if isinstance(devices, list) else devices, towers)
     cut = stage_options(stages, layout, interleave)
-    options = (Axes.of(in_axes), Axes.of(out_axes), where, cut)
-    own = _tower_function(fn, *options)  # refuses wrong options right away
+    return _parallel(fn, _Options(Axes.of(in_axes), Axes.of(out_axes), where, cut))
+
+
+def score_in_parallel(
+    fn: Callable[_P, _R],
+    *,
+    devices: DeviceSpec | None,
+    towers: int | None,
+    stages: int | None,
+    layout: tuple[int, int] | None,
+    interleave: bool,
+) -> Callable[_P, _R]:
+    """`make_parallel` for the functions that `evaluate` and `predict` make of a user's.
+
+    They have the arguments (params, model_state, batch) and no out_axes, and get copies of modules:
+    it is of no use to write into these, and no mistake of theirs.
+    """
+    cut = stage_options(stages, layout, interleave)
+    axes = Axes.of((None, None, 0)), Axes.of(0)
+    return _parallel(fn, _Options(*axes, (devices, towers), cut, scores=True))
+
+
+class _Options(NamedTuple):
+    in_axes: Axes
+    out_axes: Axes
+    where: tuple[DeviceSpec | None, int | None]
+    stages: StageOptions | None
+    scores: bool = False  # for `evaluate` or `predict`
+
+
+def _parallel(fn: Callable[_P, _R], options: _Options) -> Callable[_P, _R]:
+    arguments = Arguments(fn)
+    fn = as_function(fn)
+    own = _tower_function(fn, options)  # refuses wrong options right away
     used = UsedByArguments()
 
     @functools.wraps(fn)
@@ -123,9 +151,9 @@ def make_parallel(
 
         def run_opened(opened: Any, closed: Contents) -> tuple[Call, Any]:
             try:
-                run = own if opened is fn else _remembered(used.of(args, kwargs), opened, *options)
+                run = own if opened is fn else _remembered(used.of(args, kwargs), opened, options)
             except TypeError:  # unhashable, so it cannot be cached
-                run = _tower_function(opened, *options)
+                run = _tower_function(opened, options)
             call = take_call(args, kwargs, closed)
             return call, run.call(call, arguments)
 
@@ -136,41 +164,29 @@ def make_parallel(
     return parallel
 
 
-def _tower_function(
-    fn: Any,
-    in_axes: Axes,
-    out_axes: Axes,
-    where: tuple[DeviceSpec | None, int | None],
-    stages: StageOptions | None,
-) -> TowerFunction:
-    kind = _Parallel(fn, in_axes.tree, out_axes.tree)
-    if stages is None:
-        return TowerFunction(kind, *where)
+def _tower_function(fn: Any, options: _Options) -> TowerFunction:
+    kind = _Parallel(fn, options.in_axes.tree, options.out_axes.tree, options.scores)
+    if options.stages is None:
+        return TowerFunction(kind, *options.where)
     from multitower.functions.in_stages import StagedFunction  # noqa: PLC0415 (importing stays quick)
 
-    return StagedFunction(kind, *where, stages)
+    return StagedFunction(kind, *options.where, options.stages)
 
 
 @functools.lru_cache(maxsize=128)
-def _remembered(_used: Any, *function: Any) -> TowerFunction:
+def _remembered(_used: Any, fn: Any, options: _Options) -> TowerFunction:
     """Cached: a loop may call make_parallel in every turn, and must not compile anew."""
-    return _tower_function(*function)
+    return _tower_function(fn, options)
 
 
 _OR_OUT_AXES = ", or say out_axes=None for a result that does not depend on the rows"
-_OURS = str(Path(__file__).parents[1])
-
-
-def _is_ours(fn: Any) -> bool:
-    """Whether the caller is `evaluate` or `predict`, which have no out_axes."""
-    code = fn.bare.code if isinstance(fn, OpenFunction) else getattr(fn, "__code__", None)
-    return code is not None and code.co_filename.startswith(_OURS)
 
 
 class _Parallel(NamedTuple):
     fn: Any  # a function, or an OpenFunction
     in_axes: Any
     out_axes: Any
+    scores: bool
     averages: bool = False
 
     def axes(self, call: Call, arguments: Arguments) -> tuple[Any, Any, Any]:
@@ -209,8 +225,7 @@ class _Parallel(NamedTuple):
     def outputs(self, split: Split, shared: list[Any], rows: list[Any], here: Tower) -> Any:
         from multitower.models.writes import noting_writes  # noqa: PLC0415 (importing stays quick)
 
-        # `evaluate` and `predict` call copies of modules: what is written into them is of no use.
-        with noting_writes() if _is_ours(self.fn) else nullcontext():
+        with noting_writes() if self.scores else nullcontext():
             outputs = self._outputs(split, shared, rows, here)
         flat, treedef = jax.tree.flatten(outputs)
         axes = axes_of_leaves(self.out_axes, outputs, "out_axes")
@@ -246,7 +261,7 @@ class _Parallel(NamedTuple):
                     f"result{jax.tree_util.keystr(path)} has shape {leaf.shape} for a tower of "
                     f"{tower_rows} rows: axis {axis} does not hold one entry per row, so the "
                     "towers cannot be put together. Return something per row and combine it "
-                    f"outside{'' if _is_ours(self.fn) else _OR_OUT_AXES}."
+                    f"outside{'' if self.scores else _OR_OUT_AXES}."
                 )
             by_row[number] = jnp.moveaxis(leaf, axis, 0)
         return Leaves(by_row, treedef), whole

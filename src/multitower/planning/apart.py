@@ -22,7 +22,7 @@ from multitower.errors import ArgumentError
 from multitower.planning.layouts import PlannedLayout, Room, make_layout
 from multitower.planning.memory import Memory, Spread, exchange_bytes
 from multitower.planning.programs import Programs, memory_of, working_bytes
-from multitower.planning.shapes import Planned, StateBytes, num_bytes, row_shapes
+from multitower.planning.shapes import Planned, StateBytes, num_bytes
 from multitower.planning.traffic import Traffic, with_towers
 from multitower.steps.local.job import LocalJob, MeetingJob
 from multitower.steps.local.options import LocalOptions, refuse_meeting_in_local
@@ -30,6 +30,7 @@ from multitower.steps.local.state import Own
 from multitower.steps.rotation.options import RotationOptions, refuse_meeting_in_rotation
 from multitower.steps.rotation.runner import make_finish
 from multitower.steps.rotation.turns import Turns
+from multitower.towers.leaves import row_shapes
 from multitower.towers.placement import Placement, contiguous
 from multitower.towers.rows import Tower
 
@@ -65,7 +66,7 @@ def local_layouts(given: Planned, programs: Programs, room: Room) -> Iterator[Pl
         working, metrics = programs.once(("local", tower_rows), compile_tower)
         used = min(towers, room.num_devices)
         spread = Spread.of(used, towers)
-        rows = spread.slots * num_bytes(row_shapes(given.batch, tower_rows))
+        rows = spread.slots * num_bytes(row_shapes(given.batch.rows, tower_rows))
         update = _meeting_bytes(meeting, spread)
         took = _local_memory(given, spread, rows, working, update, held=programs.held)
         met = with_towers(meeting.buffers, spread)
@@ -147,14 +148,14 @@ def _compile_local(
     local = LocalJob(step, batch.split, tower_rows, 1)
     run = tower_function(Job(local.tower, local.finish))
     shared = Shared(_own(given), (fields.step, fields.rng, batch.shared))
-    traced = trace(run, (shared, row_shapes(batch, tower_rows), Tower.shapes()), 1)
+    traced = trace(run, (shared, row_shapes(batch.rows, tower_rows), Tower.shapes()), 1)
     if traced.rounds(final=True) is not None:
         raise refuse_meeting_in_local(traced.meets or "axis_index")
 
     def tower(own: Own, rest: Any, rows: Any, here: Any) -> Any:
         return traced(Shared(own, rest), rows, here)
 
-    arguments = (*shared, row_shapes(batch, tower_rows), Tower.shapes())
+    arguments = (*shared, row_shapes(batch.rows, tower_rows), Tower.shapes())
     (compiled,) = compile_for_each(tower, arguments, programs.local[:1], donate=(0,))
     sums = compiled.out_info[0]
     return working_bytes(compiled), tuple(map(num_bytes, sums.packed.buffers))
@@ -213,7 +214,7 @@ def _rotation(given: Planned, programs: Programs, turns: Turns) -> tuple[Memory,
         state.rest
         + sum(here) * num_bytes((given.fields.model_state, given.fields.rng))
         + (not all(here)) * num_bytes(given.fields.model_state),  # of the group whose turn it is
-        max(one.towers for one in waiting) * num_bytes(row_shapes(batch, tower_rows)),
+        max(one.towers for one in waiting) * num_bytes(row_shapes(batch.rows, tower_rows)),
         max(one.running for one in waiting) * sums,
         program.temporary,
         max(max(one.adding for one in waiting) * sums, sums + update),

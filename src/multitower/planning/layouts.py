@@ -9,9 +9,10 @@ import jax
 from multitower.planning import memory, traffic
 from multitower.planning.memory import Memory, Spread
 from multitower.planning.programs import Programs
-from multitower.planning.shapes import Planned, StateBytes, num_bytes, row_shapes
+from multitower.planning.shapes import Planned, StateBytes, num_bytes
 from multitower.planning.traffic import Traffic
 from multitower.steps.optimizing.element_wise import is_element_wise
+from multitower.towers.leaves import row_shapes
 
 _TOWERS_PER_DEVICE = (1, 2, 4, 8)
 
@@ -116,7 +117,7 @@ def fast_layouts(given: Planned, programs: Programs, room: Room) -> Iterator[Pla
     tower_rows = -(-num_rows // count)
     # Rows that devices cannot share evenly are whole on each of them.
     fed = num_rows if num_rows % count else tower_rows
-    rows = num_bytes((row_shapes(given.batch, fed), given.batch.shared))
+    rows = num_bytes((row_shapes(given.batch.rows, fed), given.batch.shared))
     working = programs.fast(tower_rows, several=count > 1)
     reduced = programs.tower(tower_rows, count).reduced
     state = StateBytes.of(given.fields, programs.held)
@@ -154,7 +155,11 @@ def tower_layouts(
         used = min(towers, room.num_devices)
         spread = Spread.of(used, towers)
         idle = room.idle_in_words(used)
-        tower = (num_bytes(row_shapes(given.batch, tower_rows)), program.buffers, program.temporary)
+        tower = (
+            num_bytes(row_shapes(given.batch.rows, tower_rows)),
+            program.buffers,
+            program.temporary,
+        )
         took = memory.with_towers(state, tower, programs.update, spread)
         sent = traffic.with_towers(program.buffers, spread)
         yield make_layout(room, {"towers": towers}, (took, sent), note=idle)

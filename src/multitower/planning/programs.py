@@ -18,13 +18,14 @@ from multitower.engines.same_bits import finish_function, scale_shape, tower_fun
 from multitower.engines.tracing import Traced, trace
 from multitower.errors import MultitowerError
 from multitower.hardware.devices import devices as find_devices
-from multitower.planning.shapes import Planned, num_bytes, row_shapes
+from multitower.planning.shapes import Planned, num_bytes
 from multitower.steps.job import make_job, make_weights_job
 from multitower.steps.parts import Batches, ShardOptions
 from multitower.steps.runner import FastRunner
 from multitower.steps.shards.runner import ShardsRunner
 from multitower.steps.shards.state import StateShards
 from multitower.steps.state.bundles import bundled, bundled_job
+from multitower.towers.leaves import row_shapes
 from multitower.towers.placement import Placement, contiguous
 from multitower.towers.rows import Tower
 
@@ -168,14 +169,14 @@ class Programs:
         """Shapes of the weights that are summed first if the loss is a ratio; else empty."""
         step, fields, batch, _ = self._given
         job = make_weights_job(step, batch.split, batch.num_rows)
-        rows = row_shapes(batch, batch.num_rows)
+        rows = row_shapes(batch.rows, batch.num_rows)
         given = (Shared((), (fields, batch.shared)), rows, Tower.shapes())
         return list(trace(job.tower, given, 1).shapes.sums)
 
     def _arguments(self, tower_rows: int) -> tuple[Shared, list[Any], Tower]:
         _, fields, batch, _ = self._given
         shared = Shared(fields, [*batch.shared, *self.weights])
-        return shared, row_shapes(batch, tower_rows), Tower.shapes()
+        return shared, row_shapes(batch.rows, tower_rows), Tower.shapes()
 
     def _compile_tower(self, tower_rows: int, num_towers: int) -> TowerProgram:
         step, _, batch, _ = self._given
@@ -215,7 +216,7 @@ class Programs:
     def _fed(self, placement: Placement, tower_rows: int) -> tuple[Any, Any, Any]:
         """The arguments of a step without `towers=` after the state, as shapes on devices."""
         batch = self._given.batch
-        rows = row_shapes(batch, tower_rows * placement.num_towers)
+        rows = row_shapes(batch.rows, tower_rows * placement.num_towers)
         count = jax.ShapeDtypeStruct((), np.int32)
         shared = placement.shared
         return _on(shared, batch.shared), _on(placement.split, rows), _on(shared, count)

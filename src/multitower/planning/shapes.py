@@ -19,7 +19,7 @@ from multitower.steps.precision import fitting_scale
 from multitower.steps.rotation.options import RotationOptions
 from multitower.steps.state.fields import Fields
 from multitower.steps.unmade import take_params
-from multitower.towers.leaves import device_dtype, is_key
+from multitower.towers.leaves import device_dtype, is_key, row_shapes
 from multitower.towers.rows import BatchParts, take_apart
 
 
@@ -40,7 +40,7 @@ class Planned(NamedTuple):
 
     def with_rows(self, num_rows: int) -> "Planned":
         """The same step and state with another number of rows in the batch."""
-        rows: list[Any] = [*row_shapes(self.batch, num_rows)]
+        rows: list[Any] = [*row_shapes(self.batch.rows, num_rows)]
         return self._replace(batch=self.batch._replace(rows=rows, num_rows=num_rows))
 
 
@@ -85,11 +85,6 @@ def planned(step: StepParts, params: Any, batch: Any, *, model_state: Any, rng: 
 def num_bytes(tree: Any) -> int:
     """Bytes of all leaves of a tree, arrays or shapes."""
     return sum(_leaf_bytes(leaf) for leaf in jax.tree.leaves(tree))
-
-
-def row_shapes(batch: BatchParts, num_rows: int) -> list[jax.ShapeDtypeStruct]:
-    """The shapes of the split leaves of a batch with `num_rows` rows."""
-    return [jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype) for x in batch.rows]
 
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -15,7 +15,7 @@ from multitower.errors import ArgumentError
 from multitower.planning.layouts import PlannedLayout, Room, make_layout
 from multitower.planning.memory import Memory, Spread
 from multitower.planning.programs import Programs, memory_of
-from multitower.planning.shapes import Planned, num_bytes, row_shapes
+from multitower.planning.shapes import Planned, num_bytes
 from multitower.planning.traffic import Traffic
 from multitower.stages.chain import Chain, shapes_of
 from multitower.stages.layout import Layout
@@ -25,6 +25,7 @@ from multitower.stages.pieces import rows_of
 from multitower.stages.programs import StagePrograms
 from multitower.steps.staged.job import StagedJob
 from multitower.steps.staged.update import SHARED, Homes, Rows, WholeUpdate
+from multitower.towers.leaves import row_shapes
 from multitower.towers.placement import contiguous
 
 _MOST_TRIES = 3  # numbers of stages, and towers per device, to try: each needs its own programs
@@ -83,7 +84,7 @@ def staged_layouts(
         waits = least_bubble(num_stages, passing)
         note = _halving(replicas * (2 * passing + num_stages - 1), given.batch.num_rows)
         options = {"towers": towers, "stages": num_stages, "layout": (replicas, num_stages)}
-        rows = num_bytes(row_shapes(given.batch, -(-given.batch.num_rows // towers)))
+        rows = num_bytes(row_shapes(given.batch.rows, -(-given.batch.num_rows // towers)))
         head = num_bytes((given.fields.model_state, given.fields.rng, given.batch.shared))
         sent, spread = _traffic(stages, replicas, passing), Spread.of(replicas, towers)
         took = _largest(stages, spread, rows, head)
@@ -107,7 +108,7 @@ def _stages(given: Planned, programs: Programs, towers: int, num_stages: int) ->
             every parameter by itself.
     """
     step, fields, batch, _ = given
-    rows = row_shapes(batch, -(-batch.num_rows // towers))
+    rows = row_shapes(batch.rows, -(-batch.num_rows // towers))
     job = StagedJob(
         step,
         batch.split,

@@ -20,7 +20,7 @@ from multitower.steps.job import loss_in_tower
 from multitower.steps.loss import LossOutput
 from multitower.steps.parts import Looked, StepParts
 from multitower.steps.state.fields import Fields
-from multitower.towers.leaves import device_dtype
+from multitower.towers.leaves import row_shapes
 from multitower.towers.refusals import name_of, taken_out_of
 from multitower.towers.rows import BatchParts, Split, Tower
 from multitower.towers.same_call import shapes_in_words
@@ -98,7 +98,7 @@ def averaged_over_rows(
 
 def _stand_ins(parts: BatchParts, tower_rows: int) -> tuple[list[jax.ShapeDtypeStruct], Tower]:
     """The shapes of a full tower's rows, and the first tower, to trace a loss with."""
-    rows = [jax.ShapeDtypeStruct((tower_rows, *x.shape[1:]), device_dtype(x)) for x in parts.rows]
+    rows = row_shapes(parts.rows, tower_rows)
     return rows, Tower(np.int32(0), np.int32(tower_rows), np.int32(tower_rows))
 
 

@@ -84,6 +84,11 @@ def shape_of(leaf: Any, there: Sharding | None = None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there, weak_type=weak)
 
 
+def row_shapes(rows: Iterable[Any], num_rows: int) -> list[jax.ShapeDtypeStruct]:
+    """Shapes and dtypes on a device of arrays like these, with `num_rows` rows."""
+    return [jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), device_dtype(x)) for x in rows]
+
+
 def wide_dtype(*dtypes: Any) -> Any:
     """The common dtype of these dtypes and float32, for sums of many numbers."""
     # Floats of 8 bits have no common dtype with any other, and float32 holds all of them.

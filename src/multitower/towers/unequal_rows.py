@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from multitower.errors import BatchError
+from multitower.errors import BatchError, listed
 from multitower.towers.refusals import (
     Names,
     name_of,
@@ -117,7 +117,7 @@ def _arguments_differ(
     return (
         f"{_has_rows(tree, name, no_rows)} and {path_of(tree, min(other.counts), name)} has "
         f"{num_rows}: all split arrays need the same number of rows. If every tower needs the "
-        f"whole of {_in_words([name_of(one.path, name) for one in no_rows])}: "
+        f"whole of {listed([name_of(one.path, name) for one in no_rows])}: "
         f"{_wholes(tree, name, axes, no_rows)}.{_or_else(tree, name, axes, arguments, no_rows)}"
         f"{_or_fold(tree, name, no_rows, other)}"
     )
@@ -164,7 +164,7 @@ def _or_else(
     counts = {one.rows() for one in no_rows}
     if len(counts) > 1 or None in counts or isinstance(name, str):
         return ""
-    names = _in_words([name_of(one.path, name) for one in others])
+    names = listed([name_of(one.path, name) for one in others])
     return f" If of {names}: {_wholes(tree, name, axes, others)}."
 
 
@@ -181,11 +181,6 @@ def _or_fold(tree: Any, name: str | Names, no_rows: Sequence[_Argument], other: 
         f" If {times} rows of {where} belong to each row of "
         f"{path_of(tree, min(other.counts), name)}: pass {where}.reshape({shape})."
     )
-
-
-def _in_words(names: Sequence[str]) -> str:
-    *most, last = names
-    return f"{', '.join(most)} and {last}" if most else last
 
 
 def _or_turn(tree: Any, name: str | Names, kinds: Sequence[Any]) -> str:

@@ -1,9 +1,9 @@
 """The options for asynchronous updates, and the options that exclude them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from multitower.errors import ArgumentError, whole_number
+from multitower.errors import ArgumentError, listed, whole_number
 from multitower.processes.together import are_several
 
 Updates = Literal["synchronous", "asynchronous"]
@@ -38,7 +38,7 @@ class RotationOptions(NamedTuple):
             raise ArgumentError(
                 f"max_staleness={self.max_staleness} makes {groups} groups of towers, and "
                 f"{num_towers} towers do not divide into {groups} groups of one size. Use "
-                f"max_staleness={_listed(counts)}, or another number of towers."
+                f"max_staleness={listed(counts, 'or')}, or another number of towers."
             )
         if self.rotation is not None and set(self.rotation) != set(range(groups)):
             raise ArgumentError(
@@ -131,8 +131,3 @@ def _checked_rotation(value: Any) -> tuple[int, ...] | None:
             "turns, such as (0, 1, 0, 2)."
         )
     return order
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    *first, last = map(str, numbers)
-    return f"{', '.join(first)} or {last}" if first else last

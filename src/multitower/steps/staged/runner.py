@@ -21,7 +21,7 @@ from multitower.steps.staged.weights import StagedWeights
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.kept import KeptState
 from multitower.steps.state.replicas import check_replicas_of_stages
-from multitower.towers.leaves import device_dtype
+from multitower.towers.leaves import row_shapes
 from multitower.towers.rows import BatchParts
 from multitower.towers.split import cut, on_one_device
 
@@ -37,10 +37,7 @@ class StagedRunner:
         self, step: StepParts, batches: Batches, layout: Layout, fields: Fields, *, remat: bool
     ) -> None:
         batch, tower_rows = batches.first, batches.tower_rows
-        rows = [
-            jax.ShapeDtypeStruct((tower_rows, *leaf.shape[1:]), device_dtype(leaf))
-            for leaf in batch.rows
-        ]
+        rows = row_shapes(batch.rows, tower_rows)
         shared = jax.device_put(_of_this_process(batch), layout.head)
         self._weights = None
         if batches.has_weights:

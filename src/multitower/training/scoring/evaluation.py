@@ -11,7 +11,7 @@ import numpy as np
 from multitower.errors import OutputError, refuse_foreign
 from multitower.functions.objective import Reduction, check_reduction
 from multitower.functions.outputs import type_in_words
-from multitower.functions.parallel import make_parallel
+from multitower.functions.parallel import score_in_parallel
 from multitower.functions.ratio import Ratio, by_row, keeping_ratios
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import in_evaluation_mode
@@ -211,4 +211,4 @@ def _scorer(metrics: Callable[..., Any], where: Where) -> Callable[..., Scores]:
         _check(found, num_rows)
         return {name: _parts(value, num_rows) for name, value in found.items()}
 
-    return make_parallel(score_rows, in_axes=(None, None, 0), **where._asdict())
+    return score_in_parallel(score_rows, **where._asdict())

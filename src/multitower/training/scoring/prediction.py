@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from multitower.errors import OutputError, refuse_foreign
-from multitower.functions.parallel import make_parallel
+from multitower.functions.parallel import score_in_parallel
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import in_evaluation_mode
 from multitower.processes.together import whole_on_host
@@ -138,4 +138,4 @@ def _runner(fn: Callable[..., Any], where: Where) -> Callable[..., Any]:
                 )
         return found
 
-    return make_parallel(run, in_axes=(None, None, 0), **where._asdict())
+    return score_in_parallel(run, **where._asdict())
