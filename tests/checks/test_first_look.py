@@ -97,6 +97,42 @@ def test_nothing_is_said_if_the_user_says_that_there_is_one_tower(loss):
         mt.value_and_grad(loss, devices=1)(W, X)  # the same code on another machine has several
 
 
+MEANS = {
+    "full": lambda x: jnp.full(len(x), x.mean()),
+    "broadcast": lambda x: jnp.broadcast_to(x.mean(0), x.shape),
+    "two means": lambda x: jnp.repeat(3 * x[:, 0].mean() - x[:, 1].mean() + 1, len(x)),
+    "one of two results": lambda x: (x, jnp.ones_like(x) * (x**2).mean()),
+}
+
+
+@pytest.mark.parametrize("fn", MEANS.values(), ids=MEANS)
+def test_one_mean_for_every_row_is_told(fn):
+    """Lie (law L1): a mean is averaged, so nobody says that each row has that of its own tower."""
+    said = r"(result|aux).*\(reduce_sum .*\): rows are brought together"
+    with pytest.warns(mt.MultitowerWarning, match=said) as told:
+        mt.make_parallel(fn, devices=2)(X)
+    assert len(told) == 1
+    with pytest.warns(mt.MultitowerWarning, match=said):
+        look_at(mt.grad(lambda w, x: (losses(w, x), fn(x)), devices=2, has_aux=True), X)
+    with pytest.warns(mt.MultitowerWarning, match=said):
+        mt.predict(lambda _, x: fn(x), W, X, global_batch=len(X), devices=2)
+    problem = mt.check_parallel(fn, X).problems[0]
+    assert problem.kind == "mixed rows"
+    assert problem.message.startswith("rows are brought together")
+    mt.make_parallel(lambda x: jnp.full(len(x), jax.lax.pmean(x.mean(), "towers")), devices=2)(X)
+
+
+def test_pairs_of_neighbours_in_towers_of_three_rows_are_told():
+    # The lie: two rows and one row broadcast, so that a row is paired with that of another pair.
+    pairs = lambda w, x: ((x @ w)[::2] - (x @ w)[1::2]) ** 2
+    loss = lambda w, x: pairs(w, x).mean()
+    with pytest.warns(
+        mt.MultitowerWarning, match=r"loss \(slice .*\): a part of the rows is taken"
+    ):
+        mt.grad(loss, towers=4, devices=2)(W, np.concatenate([X, X])[:12])
+    mt.grad(loss, towers=4, devices=2)(W, np.concatenate([X, X])[:16])
+
+
 def test_one_warning_for_all_results_of_one_line():
     # The lie: four long warnings, and one line to change.
     def loss(w, x):
@@ -1148,6 +1184,14 @@ def whitening(w, batch, *, model_state):
     return losses(w, batch[0]), {}, jnp.linalg.inv(covariance) @ model_state
 
 
+def whether_any(w, batch, *, model_state):
+    return losses(w, batch[0]), {}, model_state * jnp.where((batch[0] > 1).any(), 1.0, 0.9)
+
+
+def which(w, batch, *, model_state):
+    return losses(w, batch[0]), {}, model_state + jnp.argmax(batch[0], 0)
+
+
 def power_iteration(w, batch, *, model_state):
     direction = batch[0].T @ (batch[0] @ model_state)
     return losses(w, batch[0]), {}, direction / jnp.linalg.norm(direction)
@@ -1168,6 +1212,8 @@ def power_iteration(w, batch, *, model_state):
         cube,
         inverse,
         whitening,
+        whether_any,
+        which,
     ],
 )
 def test_a_state_that_is_made_of_sums_and_no_mean_of_them(loss):

@@ -53,6 +53,13 @@ WRONG = {
     "by a dynamic slice": lambda w, x: losses(w, x) * jax.lax.dynamic_slice(TABLE, (3,), (len(x),)),
     "repeated": lambda w, x: losses(w, x * jnp.resize(TABLE[:5], x.shape)),
     "drawn for all": lambda w, x: losses(w, x) * jax.random.uniform(jax.random.key(0), 8)[: len(x)],
+    "a discount": lambda w, x: losses(w, x) * jnp.cumprod(jnp.full(len(x), 0.9)),
+    "added up": lambda w, x: losses(w, x) * jnp.cumsum(jnp.ones_like(x[:, 0])),
+    "all but the first": lambda w, x: losses(w, x) * jnp.ones(len(x)).at[0].set(0),
+    "the first four": lambda w, x: losses(w, x) * jnp.zeros(len(x)).at[:4].set(1),
+    "put beside": lambda w, x: losses(w, x) * jnp.pad(
+        jnp.zeros(len(x) - 1), (1, 0), constant_values=1.0
+    ),
 }  # fmt: skip
 
 
@@ -110,6 +117,10 @@ RIGHT = {
     )[0].sum() / x[:, 0].size / 2,
     "a flat index": lambda w, x: (x * w).ravel()[3 * jnp.arange(len(x)) + jnp.argmax(x, 1)],
     "noise": with_noise_for_every_row,
+    "a column of constants": lambda w, x: losses(w, x * jnp.ones_like(x).at[:, 0].set(2.0)),
+    "features that are added up": lambda w, x: losses(w, x * jnp.cumsum(jnp.ones_like(x), 1)),
+    "equal rows turned round": lambda w, x: losses(w, x) * jnp.ones(len(x))[::-1],
+    "a column more": lambda w, x: losses(w, jnp.pad(x, ((0, 0), (1, 0)))[:, :3]),
     "a permutation": lambda w, key, x: losses(w, x * jax.random.permutation(key, len(x))[:, None]),
     "neighbours": each_beside_its_neighbour,
     "neighbours of three": each_of_three,
@@ -129,7 +140,7 @@ def look_at(loss):
 @pytest.mark.parametrize("loss", WRONG.values(), ids=WRONG)
 def test_a_row_s_place_in_its_tower_is_told(loss):
     # The lie: a mask of the first five rows masks the first five rows of every tower.
-    where = "iota|concatenate|scan|an array|slice|dynamic_slice"
+    where = "iota|concatenate|scan|an array|slice|dynamic_slice|cumprod|cumsum|scatter|pad"
     said = rf"loss \(({where}).*\): it depends on the number.*mt.row_index"
     with pytest.warns(mt.MultitowerWarning, match=said) as told:
         look_at(loss)

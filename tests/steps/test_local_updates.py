@@ -192,6 +192,16 @@ def test_states_of_inner_optimizers_are_kept_or_averaged():
     assert averaged.count.tolist() == kept.count.tolist() == [2, 2]
 
 
+def test_a_meeting_leaves_every_tower_its_own_counts():
+    # The lie: all towers go on with tower 0's, so that a schedule falls for updates that a tower
+    # has not made, or not for those that it has.
+    step = make(optax.adam(0.1), local_state="average")
+    rows = batch(0)
+    few = jax.tree.map(lambda x: x[: len(x) // 2], rows)  # tower 1 has none of them
+    state, _ = train(step, step.init(PARAMS), [rows, few])
+    assert np.asarray(state.local.opt_state[0].count).tolist() == [2, 1]
+
+
 # ---------------------------------------------------------------- law L3
 
 

@@ -143,6 +143,8 @@ class Results(NamedTuple):
                     place = next(tells, flow.mixed[0])
                     why = WHY_MIXED.get(operation_at(place), MIXED)
                     problems.append(Problem("mixed rows", one.name, place, why))
+            elif one.has_rows and flow.word == "linear" and flow.is_mean:  # jnp.full(n, x.mean())
+                problems.append(Problem("mixed rows", one.name, flow.origin, MIXED))
             elif flow.is_sum:
                 problems.append(summed(one.name, flow.origin, is_loss=one.kind == "loss"))
             elif flow.beside_mean:

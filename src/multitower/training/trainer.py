@@ -21,7 +21,6 @@ from multitower.steps.state.train_state import TrainState, check_is_state, state
 from multitower.steps.step import TrainStep
 from multitower.steps.train import train_step
 from multitower.towers.leaves import as_python
-from multitower.training.checkpoints.best import BestCheckpoint
 from multitower.training.checkpoints.checkpoint import Checkpoints
 from multitower.training.fitting.early_stopping import RULE, EarlyStopping, Patience
 from multitower.training.progress import Hook, Progress, epoch_of
@@ -233,6 +232,8 @@ class Trainer:
         self._directory = None if run_dir is None else run_dir / "checkpoints"
         self._best = None
         if run_dir is not None and keep_best is not None:
+            from multitower.training.checkpoints.best import BestCheckpoint  # noqa: PLC0415 (importing stays quick)
+
             self._best = BestCheckpoint(run_dir / "best", keep_best, best)
         # Asynchronous updates have one copy of a leaf: there is nothing to compare.
         self._check_replicas_every = check_replicas_every if updates == "synchronous" else 0

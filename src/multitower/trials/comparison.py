@@ -83,6 +83,8 @@ class Compared(NamedTuple):
         if text == MIXED and self.read and not self.flow.mixed:
             if self.flow.beside_mean:
                 return Problem("sum", self.name, self.flow.beside_mean, BESIDE)
+            if self.flow.is_mean and not self.flow.counted:  # every row has the same mean
+                return Problem("mixed rows", self.name, self.flow.origin, MIXED)
             place = self.flow.counted or self.flow.origin
             return Problem("row count", self.name, place, COUNTED)
         if self.read and self.read[1].are_statistics(self.flow):

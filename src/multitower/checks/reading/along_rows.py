@@ -96,11 +96,21 @@ def first_rows(equation: Any, axis: int) -> int:
     return equation.params["limit_indices"][axis] if is_plain else 0
 
 
-def takes_one_of_each_group(equation: Any, num_rows: int) -> bool:
-    """Whether it is a slice such as x[1::3] of rows that come in groups of 3."""
+def takes_one_of_each_group(equation: Any, num_rows: int, tower_rows: int, real_rows: int) -> bool:
+    """Whether it is a slice such as x[1::3] of rows that come in groups of 3, in a real tower too.
+
+    Args:
+        equation: the operation.
+        num_rows: the size of every axis of rows.
+        tower_rows: the number of rows of the tower that is read.
+        real_rows: that of a real tower; 0 if it is not known.
+    """
     strides = equation.params.get("strides") if equation.primitive.name == "slice" else None
     return any(
-        stride > 1 and size % num_rows == 0 and size % stride == 0
+        stride > 1
+        and size % num_rows == 0
+        and size % stride == 0
+        and size * real_rows % (tower_rows * stride) == 0
         for stride, size in zip(strides or (), equation.invars[0].aval.shape, strict=False)
     )
 
@@ -124,6 +134,13 @@ def _scatter(equation: Any, inputs: Sequence[Flow], axes: Sequence[int], _: int)
     indices = inputs[1]
     into = equation.params["dimension_numbers"].scatter_dims_to_operand_dims
     return not indices.is_index and any(axis in into for axis in axes)
+
+
+def _update(equation: Any, inputs: Sequence[Flow], axes: Sequence[int], _: int) -> bool:
+    """Whether some rows are written over, at a place that is no row's own number."""
+    new = equation.invars[1].aval.shape
+    is_part = any(new[axis] < equation.invars[0].aval.shape[axis] for axis in axes)
+    return is_part and not any(flow.is_index for flow in inputs[2:])
 
 
 def _fft(equation: Any, inputs: Sequence[Flow], axes: Sequence[int], _: int) -> bool:
@@ -160,5 +177,6 @@ _RULES: Mapping[str, _Rule] = {
     "gather": _gather,
     "fft": _fft,
     "conv_general_dilated": _convolution,
+    "dynamic_update_slice": _update,
     **dict.fromkeys(operations.SCATTERS, _scatter),
 }

@@ -33,8 +33,8 @@ WITH_A_RULE = "custom_vjp_call"
 WRITTEN = {"scatter": (0, 2), "scatter-add": (0, 2), "dynamic_update_slice": (0, 1)}
 # They hold rows, or one of their elements, in a value without an axis of rows.
 HOLDS = {
-    "concatenate", "dynamic_slice", "dynamic_update_slice", "gather", "reduce_max", "reduce_min",
-    "scatter", "slice", "stack", "unstack",
+    "approx_top_k", "concatenate", "dynamic_slice", "dynamic_update_slice", "gather", "reduce_max",
+    "reduce_min", "scatter", "slice", "stack", "top_k", "unstack",
 }  # fmt: skip
 SCATTERS = (
     "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max",
@@ -52,6 +52,8 @@ BENDS = {
     "clamp", "round", "floor", "ceil", "sign", "eq", "ne", "lt", "le", "gt", "ge", "argmax",
     "argmin", "reduce_max", "reduce_min", "sort", "cholesky", "eigh", "lu", "qr", "svd",
 }  # fmt: skip
+# What they make of all rows is no mean of theirs.
+DECIDES = {"reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin"}
 # So is what is divided by such a mean: the number of the input that divides.
 DIVISORS = {"div": 1, "triangular_solve": 0}
 # Of BENDS, what a variance may need too, which is a mean over rows less their mean, or zero.

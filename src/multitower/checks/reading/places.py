@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from multitower.checks.reading import operations
+from multitower.checks.reading.along_rows import works_along_rows
 from multitower.checks.reading.flow import Flow, Word
 from multitower.checks.reading.loops import Reader
 
@@ -23,6 +24,7 @@ def placed(equation: Any, word: Word, inputs: Sequence[Flow], reader: Reader) ->
     if word == "free" and (
         _makes_places(equation, reader)
         or _cut_to_rows(equation, inputs, reader)
+        or _tells_rows_apart(equation, inputs, reader)
         or _counts_on(equation, inputs, reader)
     ):
         return reader.where(equation)
@@ -58,6 +60,24 @@ def _makes_places(equation: Any, reader: Reader) -> bool:
     axis = equation.params["dimension"]
     of_rows = [axis in reader.row_axes(atom) for atom in equation.invars]
     return axis in reader.row_axes(equation.outvars[0]) and not (of_rows and all(of_rows))
+
+
+def _tells_rows_apart(equation: Any, inputs: Sequence[Flow], reader: Reader) -> bool:
+    """Whether it makes constants of the rows differ by place: `jnp.cumsum(jnp.ones(len(x)))`."""
+    (out,), name = equation.outvars[:1], equation.primitive.name
+    axes = reader.row_axes(out)
+    if not axes or not inputs or any(flow.varies or flow.is_drawn or flow.is_index for flow in inputs):
+        return False
+    if name == "pad":
+        config = equation.params["padding_config"]
+        return any(
+            low > 0 or high > 0 or inner > 0 for low, high, inner in (config[a] for a in axes)
+        )
+    if name == "dynamic_update_slice":
+        return any(equation.invars[1].aval.shape[axis] < out.aval.shape[axis] for axis in axes)
+    if name in ("cummax", "cummin", "rev", "sort"):  # equal numbers stay equal
+        return False
+    return works_along_rows(equation, inputs, reader.num_rows)
 
 
 def _cut_to_rows(equation: Any, inputs: Sequence[Flow], reader: Reader) -> bool:

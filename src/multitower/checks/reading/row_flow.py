@@ -306,6 +306,7 @@ class _Reader:
         is_now |= name in operations.BENDS_VARIANCES and worst == "mixed"
         power = equation.params["y"] if name == "integer_pow" else 2  # a square is in a variance
         is_now |= power < 0 or (power > 2 and worst == "linear")
+        is_now |= name in operations.DECIDES and worst == "by row"
         divisor = operations.DIVISORS.get(name)
         if is_now or (divisor is not None and words[divisor] != "free"):
             return self.where(equation)
@@ -364,7 +365,8 @@ class _Reader:
             return "by row", None, None  # x[i] in a loop over the numbers of the rows
         if name == "slice":
             self.taken |= {first_rows(equation, n) for n in self.row_axes(equation.invars[0])}
-        is_group = takes_one_of_each_group(equation, self.num_rows)
+        rows = self.num_rows, self.tower_rows, self.real_rows
+        is_group = takes_one_of_each_group(equation, *rows)
         if is_group or equation.outvars[0] in self._batches:
             return "mixed", None, None  # x[0::2] of pairs that are neighbours, or batches
         is_sum = name in operations.SUMS and worst_of(inputs).word == "by row"

@@ -47,7 +47,7 @@ def read_mnist(directory: Path) -> tuple[Images, Images]:
         >>> from multitower.data.datasets.mnist import read_mnist
         >>> read_mnist(Path("nowhere"))
         Traceback (most recent call last):
-        multitower.DataError: nowhere/train-images-idx3-ubyte(.gz) is not there...
+        multitower.DataError: nowhere/train-images-idx3-ubyte(.gz) does not exist...
 
     Source: LeCun, Cortes and Burges, "The MNIST database of handwritten digits".
     """

@@ -166,7 +166,8 @@ class MeetingJob:
         )
         opt_state = own.opt_state if self._options.averages_state else ()
         states = (_weighed(own.model_state, here, self._outer.model_state_from),)
-        states += (_weighed(opt_state, here, "mean"),)
+        # Its integers and keys stay the tower's own: how many updates it has made, and its noise.
+        states += (_weighed(opt_state, here, "mean")._replace(first={}),)
         return TowerSums(pack(Moved(deltas, *states, weight)), [])
 
     def meet(self, fields: Fields, totals: Packed) -> tuple[Fields, Changed, Met]:

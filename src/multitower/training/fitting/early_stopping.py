@@ -12,7 +12,6 @@ from typing import Any, Literal
 from multitower.errors import ArgumentError, RunError, whole_number
 from multitower.processes.together import of_first
 from multitower.towers.refusals import is_number
-from multitower.training.checkpoints.best import check_score
 
 RULE = "early_stopping"
 _COUNTED = "early_stopping_counted"
@@ -79,6 +78,8 @@ class Patience:
         Raises:
             RunError: the scores lack the score of the rule.
         """
+        from multitower.training.checkpoints.best import check_score  # noqa: PLC0415 (importing stays quick)
+
         rule, counted = self._rule, self._run[_COUNTED]
         check_score(rule.score, scores, "early_stopping")
         if step <= counted["step"]:
