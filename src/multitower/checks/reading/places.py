@@ -66,7 +66,8 @@ def _tells_rows_apart(equation: Any, inputs: Sequence[Flow], reader: Reader) -> 
     """Whether it makes constants of the rows differ by place: `jnp.cumsum(jnp.ones(len(x)))`."""
     (out,), name = equation.outvars[:1], equation.primitive.name
     axes = reader.row_axes(out)
-    if not axes or not inputs or any(flow.varies or flow.is_drawn or flow.is_index for flow in inputs):
+    known = [not (flow.varies or flow.is_drawn or flow.is_index) for flow in inputs]
+    if not (axes and inputs and all(known)):
         return False
     if name == "pad":
         config = equation.params["padding_config"]
