@@ -1184,10 +1184,6 @@ def whitening(w, batch, *, model_state):
     return losses(w, batch[0]), {}, jnp.linalg.inv(covariance) @ model_state
 
 
-def whether_any(w, batch, *, model_state):
-    return losses(w, batch[0]), {}, model_state * jnp.where((batch[0] > 1).any(), 1.0, 0.9)
-
-
 def which(w, batch, *, model_state):
     return losses(w, batch[0]), {}, model_state + jnp.argmax(batch[0], 0)
 
@@ -1212,7 +1208,6 @@ def power_iteration(w, batch, *, model_state):
         cube,
         inverse,
         whitening,
-        whether_any,
         which,
     ],
 )

@@ -52,8 +52,9 @@ BENDS = {
     "clamp", "round", "floor", "ceil", "sign", "eq", "ne", "lt", "le", "gt", "ge", "argmax",
     "argmin", "reduce_max", "reduce_min", "sort", "cholesky", "eigh", "lu", "qr", "svd",
 }  # fmt: skip
-# What they make of all rows is no mean of theirs.
-DECIDES = {"reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin"}
+# What they make of all rows is no mean of theirs. Whether any or all rows are something is left
+# out: mostly it is whether all are finite.
+DECIDES = {"reduce_prod", "argmax", "argmin"}
 # So is what is divided by such a mean: the number of the input that divides.
 DIVISORS = {"div": 1, "triangular_solve": 0}
 # Of BENDS, what a variance may need too, which is a mean over rows less their mean, or zero.
