@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import multitower as mt
-from multitower.steps.blocks.state import ShardedState
+from multitower.steps.blocks.state import BlockState
 from multitower.training.checkpoints.checkpoint import Checkpoints
 from processes import run_fork
 
@@ -236,7 +236,7 @@ def test_nothing_compiles_after_the_second_step():
 
 def test_a_trainer_never_joins_the_state(monkeypatch):
     # The lie: a look at the shapes of the parameters puts all of the state on every device.
-    monkeypatch.setattr(ShardedState, "_join", lambda *_: pytest.fail("joined the whole state"))
+    monkeypatch.setattr(BlockState, "_join", lambda *_: pytest.fail("joined the whole state"))
     options = {"towers": 2, "devices": 2, "shard_update": True, "hooks": []}
     trainer = mt.Trainer(lambda w, x: (w - x) ** 2, optax.sgd(0.1), **options)
     state = trainer.fit(np.float32(0), lambda first: iter(FULL[0][None, :2, 0][first:]), steps=1)

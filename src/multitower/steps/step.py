@@ -25,7 +25,7 @@ from multitower.steps.runner import Metrics
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.kept import KeptState
 from multitower.steps.state.train_state import TrainState, check_is_state, refuse_a_state
-from multitower.steps.way import Runner, Whole
+from multitower.steps.way import Runner, Way
 from multitower.steps.ways import Division, find_way, most_a_call
 from multitower.towers.leaves import is_traced, wide_dtype
 from multitower.towers.placement import Placement
@@ -61,7 +61,7 @@ class TrainStep:
         self._given_batch = global_batch
         self._global_batch = global_batch  # else that of the first batch
         self._division = division
-        self._way: Whole | None = None
+        self._way: Way | None = None
         if devices is not None:
             self._find_way()
         self._makers = Makers(step)
@@ -266,7 +266,7 @@ class TrainStep:
         given.spend()
         return TrainState(new), metrics
 
-    def _find_way(self) -> Whole:
+    def _find_way(self) -> Way:
         """The way in which this step keeps its states, found on first use, since it starts JAX."""
         if self._way is None:
             self._way = find_way(self._division, self._devices, self._towers)

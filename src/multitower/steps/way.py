@@ -32,8 +32,8 @@ class Runner(Protocol):
         ...
 
 
-class Whole:
-    """Every device has the whole state, and the bits are the same; also the base of other ways.
+class Way:
+    """Every device has the whole state, and the bits are the same; the base of all other ways.
 
     Attributes:
         placement: which device runs which towers; with stages, the device of the first stage.
@@ -102,7 +102,7 @@ class Whole:
         return self._runner(step, batches, self.placement)
 
 
-class InOneProgram(Whole):
-    """As in `Whole`, with one program over all devices; equal to one device up to rounding."""
+class InOneProgram(Way):
+    """As in `Way`, with one program over all devices; equal to one device up to rounding."""
 
     _runner = FastRunner

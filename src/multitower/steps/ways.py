@@ -18,62 +18,62 @@ from multitower.steps.runner import on_all_devices
 from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.kept import KeptState
-from multitower.steps.way import InOneProgram, Runner, Whole
+from multitower.steps.way import InOneProgram, Runner, Way
 from multitower.towers.placement import Placement, place
 from multitower.towers.surroundings import refuse_traced
 
 if TYPE_CHECKING:
-    from multitower.steps.blocks.state import ShardedState
+    from multitower.steps.blocks.state import BlockState
 
 
-class InBlocks(Whole):
+class InBlocks(Way):
     """Every tower keeps a block of the optimizer's state and of the average; same bits."""
 
     def __init__(self, placement: Placement) -> None:
         super().__init__(placement)
         # By the maker of states: all of its models have the same shapes, and so the same blocks.
-        self._sharded: weakref.WeakKeyDictionary[object, ShardedState] = weakref.WeakKeyDictionary()
+        self._sharded: weakref.WeakKeyDictionary[object, BlockState] = weakref.WeakKeyDictionary()
 
     def first(self, step: StepParts, fields: Fields, maker: object) -> KeptState:
-        """As in `Whole`."""
+        """As in `Way`."""
         refuse_traced("step.init", fields)
         whole, sharded = self._fitted(step, fields, maker)
         parts = sharded.first(step, whole)
         return sharded.state(parts, maker)
 
     def adopt(self, step: StepParts, fields: Fields, maker: object) -> KeptState:
-        """As in `Whole`."""
+        """As in `Way`."""
         whole, sharded = self._fitted(step, fields, maker)
         kept = whole._replace(opt_state=fields.opt_state, ema_params=fields.ema_params)
         return sharded.state(sharded.take_apart(kept), maker)
 
     def with_changes(self, state: KeptState, changes: Changes, maker: object) -> KeptState:
-        """As in `Whole`."""
+        """As in `Way`."""
         sharded = self._sharded[maker]
         return sharded.state(sharded.take_changes(state.parts(), changes), maker)
 
     def make_runner(self, step: StepParts, state: KeptState, batches: Batches) -> Runner:
-        """As in `Whole`."""
-        from multitower.steps.blocks.update import ShardedRunner  # noqa: PLC0415 (importing stays quick)
+        """As in `Way`."""
+        from multitower.steps.blocks.update import BlockRunner  # noqa: PLC0415 (importing stays quick)
 
-        return ShardedRunner(step, batches, self.placement, self._sharded[state.maker])
+        return BlockRunner(step, batches, self.placement, self._sharded[state.maker])
 
     def _fitted(
         self, step: StepParts, fields: Fields, maker: object
-    ) -> "tuple[Fields, ShardedState]":
-        """The fields that are whole on every device, and the `ShardedState` for the others."""
+    ) -> "tuple[Fields, BlockState]":
+        """The fields that are whole on every device, and the `BlockState` for the others."""
         rest = fields._replace(opt_state=None, ema_params=None)
         whole = on_all_devices(rest, self.placement)
         sharded = self._sharded.get(maker)
         if sharded is None:
-            from multitower.steps.blocks.state import ShardedState  # noqa: PLC0415 (importing stays quick)
+            from multitower.steps.blocks.state import BlockState  # noqa: PLC0415 (importing stays quick)
 
-            sharded = ShardedState(step.optimizer, whole.params, self.placement)
+            sharded = BlockState(step.optimizer, whole.params, self.placement)
             self._sharded[maker] = sharded
         return whole, sharded
 
 
-class InStages(Whole):
+class InStages(Way):
     """Every stage's devices keep what belongs to it."""
 
     makes_in_parts = True
@@ -85,23 +85,23 @@ class InStages(Whole):
         super().__init__(self._layout.towers, self._layout)
 
     def first(self, step: StepParts, fields: Fields, maker: object) -> KeptState:
-        """As in `Whole`; arrays are put on devices at the first step, which cuts the model."""
+        """As in `Way`; arrays are put on devices at the first step, which cuts the model."""
         refuse_traced("step.init", fields)
         from multitower.steps.staged.first import First  # noqa: PLC0415 (importing stays quick)
 
         return First.state(step, fields, maker)
 
     def adopt(self, step: StepParts, fields: Fields, maker: object) -> KeptState:
-        """As in `Whole`; the first step puts the arrays on devices."""
+        """As in `Way`; the first step puts the arrays on devices."""
         check_opt_state(step.optimizer, fields.params, fields.opt_state)
         return KeptState(fields, maker)
 
     def with_changes(self, state: KeptState, changes: Changes, maker: object) -> KeptState:
-        """As in `Whole`."""
+        """As in `Way`."""
         return KeptState(with_changes(state.fields(), changes), maker)
 
     def look(self, state: KeptState, look: Callable[[Fields], Looked]) -> Looked:
-        """As in `Whole`: without the values of parameters, since no device has all of them."""
+        """As in `Way`: without the values of parameters, since no device has all of them."""
         from multitower.steps.staged.state import on_cpu  # noqa: PLC0415 (importing stays quick)
 
         rest = on_cpu(state.shared()._replace(params=None, opt_state=None, ema_params=None))
@@ -109,7 +109,7 @@ class InStages(Whole):
         return look_by_shapes(lambda params: look(rest._replace(params=params)), shapes)
 
     def make_runner(self, step: StepParts, state: KeptState, batches: Batches) -> Runner:
-        """As in `Whole`."""
+        """As in `Way`."""
         from multitower.steps.staged.runner import StagedRunner  # noqa: PLC0415 (importing stays quick)
 
         given = (step, batches, self._layout, state.shapes())
@@ -118,7 +118,7 @@ class InStages(Whole):
         return runner
 
 
-class InShards(Whole):
+class InShards(Way):
     """Every device keeps a part of each large array; equal to one device up to rounding."""
 
     makes_in_parts = True
@@ -130,38 +130,38 @@ class InShards(Whole):
         self._shards = StateShards(options, placement)
 
     def first(self, step: StepParts, fields: Fields, maker: object) -> KeptState:
-        """As in `Whole`."""
+        """As in `Way`."""
         return KeptState(self._shards.first(step, fields), maker)
 
     def adopt(self, step: StepParts, fields: Fields, maker: object) -> KeptState:
-        """As in `Whole`."""
+        """As in `Way`."""
         return KeptState(self._shards.place(fields), maker)
 
     def with_changes(self, state: KeptState, changes: Changes, maker: object) -> KeptState:
-        """As in `Whole`."""
+        """As in `Way`."""
         return KeptState(self._shards.take_changes(state.fields(), changes), maker)
 
     def make_runner(self, step: StepParts, state: KeptState, batches: Batches) -> Runner:
-        """As in `Whole`."""
+        """As in `Way`."""
         from multitower.steps.shards.runner import ShardsRunner  # noqa: PLC0415 (importing stays quick)
 
         return ShardsRunner(step, batches, self._shards)
 
 
-class InLoops(Whole):
-    """As in `Whole`, with several steps in one call; equal to one device up to rounding."""
+class InLoops(Way):
+    """As in `Way`, with several steps in one call; equal to one device up to rounding."""
 
     def __init__(self, options: LoopOptions, placement: Placement) -> None:
         super().__init__(placement)
         self._options = options
 
     def make_runner(self, step: StepParts, state: KeptState, batches: Batches) -> Runner:
-        """As in `Whole`."""
+        """As in `Way`."""
         feeder = StackFeeder(batches, self.placement, self._options.most)
         return LoopRunner(step, batches, self.placement, feeder)
 
 
-class InRotation(Whole):
+class InRotation(Way):
     """One device has the newest state, and every group of towers a version of the parameters."""
 
     exchange = False
@@ -176,11 +176,11 @@ class InRotation(Whole):
 
     @property
     def num_towers(self) -> int:
-        """As in `Whole`: the towers of one group."""
+        """As in `Way`: the towers of one group."""
         return self._turns.num_towers
 
     def first(self, step: StepParts, fields: Fields, maker: object) -> KeptState:
-        """As in `Whole`; refuses an optimizer whose momentum must be lowered and cannot be read."""
+        """As in `Way`; refuses an optimizer whose momentum must be lowered and cannot be read."""
         refuse_traced("step.init", fields)
         if self._options.momentum_correction:
             from multitower.steps.rotation.stale import momenta_in  # noqa: PLC0415 (importing stays quick)
@@ -189,15 +189,15 @@ class InRotation(Whole):
         return super().first(step, fields, maker)
 
     def accepted(self, fields: Fields) -> Fields:
-        """As in `Whole`, but takes `local`; `adopt` checks the versions in it."""
+        """As in `Way`, but takes `local`; `adopt` checks the versions in it."""
         return fields
 
     def adopt(self, step: StepParts, fields: Fields, maker: object) -> KeptState:
-        """As in `Whole`; without versions, all groups begin with these parameters."""
+        """As in `Way`; without versions, all groups begin with these parameters."""
         return self._apart(fields, maker)
 
     def with_changes(self, state: KeptState, changes: Changes, maker: object) -> KeptState:
-        """As in `Whole`."""
+        """As in `Way`."""
         return self._apart(with_changes(state.fields(), changes), maker)
 
     def check(self, meets: str | None) -> None:
@@ -206,7 +206,7 @@ class InRotation(Whole):
             raise refuse_meeting_in_rotation(meets)
 
     def make_runner(self, step: StepParts, state: KeptState, batches: Batches) -> Runner:
-        """As in `Whole`."""
+        """As in `Way`."""
         from multitower.steps.rotation.runner import RotationRunner  # noqa: PLC0415 (importing stays quick)
 
         return RotationRunner(step, batches, self._turns, self._options)
@@ -225,7 +225,7 @@ def most_a_call(division: Division) -> int | None:
     return division.most if isinstance(division, LoopOptions | LocalOptions) else None
 
 
-def find_way(division: Division, devices: DeviceSpec | None, towers: int | None) -> Whole:
+def find_way(division: Division, devices: DeviceSpec | None, towers: int | None) -> Way:
     """The way that the options of `train_step` choose.
 
     Args:
@@ -254,5 +254,5 @@ def find_way(division: Division, devices: DeviceSpec | None, towers: int | None)
         return InShards(division, placement)
     if isinstance(division, RotationOptions):
         return InRotation(division, placement)
-    kind = InBlocks if division else InOneProgram if towers is None else Whole
+    kind = InBlocks if division else InOneProgram if towers is None else Way
     return kind(placement)

@@ -51,7 +51,7 @@ class Parts(NamedTuple):
     blocks: dict[int, Block]
 
 
-class ShardedState:
+class BlockState:
     """Takes states of one model and optimizer apart, and puts them together."""
 
     def __init__(

@@ -19,7 +19,7 @@ from multitower.engines.executable import Compiled, WholeNumbers, compile_for_ea
 from multitower.engines.job import Shared
 from multitower.engines.same_bits import Finished, SameBits
 from multitower.engines.totals import with_one_nan
-from multitower.steps.blocks.state import Block, Parts, ShardedState
+from multitower.steps.blocks.state import Block, BlockState, Parts
 from multitower.steps.job import make_job
 from multitower.steps.optimizing.clipping import add_towers, leaf_squares
 from multitower.steps.optimizing.extra_metrics import NORM, extra_metrics
@@ -34,7 +34,7 @@ from multitower.towers.rows import BatchParts
 from multitower.towers.split import cut
 
 
-class ShardedRunner:
+class BlockRunner:
     """Steps whose bits do not depend on the number of devices, with a state in blocks."""
 
     def __init__(
@@ -42,7 +42,7 @@ class ShardedRunner:
         step: StepParts,
         batches: Batches,
         placement: Placement,
-        sharded: ShardedState,
+        sharded: BlockState,
     ) -> None:
         self._weights = Weights(step, batches, placement) if batches.has_weights else None
         layout, given = sharded.layout, (batches.split, batches.tower_rows)

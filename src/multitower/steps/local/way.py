@@ -28,14 +28,14 @@ from multitower.steps.runner import on_all_devices, own_copy
 from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.kept import KeptState
-from multitower.steps.way import Runner, Whole
+from multitower.steps.way import Runner, Way
 from multitower.towers.leaves import is_key
 from multitower.towers.placement import Placement
 from multitower.towers.split import copy_to
 from multitower.towers.surroundings import refuse_disabled_jit, refuse_traced
 
 
-class InLocal(Whole):
+class InLocal(Way):
     """Every tower has parameters and an optimizer's state of its own."""
 
     exchange = False
@@ -46,12 +46,12 @@ class InLocal(Whole):
         self._meeting: Meeting | None = None
 
     def first(self, step: StepParts, fields: Fields, maker: object) -> KeptState:
-        """As in `Whole`; `opt_state` is the outer optimizer's."""
+        """As in `Way`; `opt_state` is the outer optimizer's."""
         refuse_traced("step.init", fields)
         return super().first(step, fields, maker)
 
     def accepted(self, fields: Fields) -> Fields:
-        """As in `Whole`, but takes states with `local`, too."""
+        """As in `Way`, but takes states with `local`, too."""
         if fields.local is not None and not isinstance(fields.local, Own):
             raise StateError(
                 "the state holds what towers keep of their own in another way than with "
@@ -60,7 +60,7 @@ class InLocal(Whole):
         return fields
 
     def adopt(self, step: StepParts, fields: Fields, maker: object) -> KeptState:
-        """As in `Whole`; from a state of synchronous steps, all towers begin with the same."""
+        """As in `Way`; from a state of synchronous steps, all towers begin with the same."""
         if fields.local is not None:
             return self._go_on(fields, maker)
         wanted = jax.tree.structure(jax.eval_shape(step.optimizer.init, fields.params))
@@ -73,7 +73,7 @@ class InLocal(Whole):
         return self._begin(fields, maker)
 
     def with_changes(self, state: KeptState, changes: Changes, maker: object) -> KeptState:
-        """As in `Whole`."""
+        """As in `Way`."""
         parts = take_changes(state.parts(), changes, self.placement)
         return as_state(parts, self.placement, maker)
 
@@ -83,7 +83,7 @@ class InLocal(Whole):
             raise refuse_meeting_in_local(meets)
 
     def make_runner(self, step: StepParts, state: KeptState, batches: Batches) -> Runner:
-        """As in `Whole`."""
+        """As in `Way`."""
         refuse_disabled_jit()
         if self._meeting is None:
             self._meeting = Meeting(step, self._options, self.placement)
@@ -112,7 +112,7 @@ class InLocalLoops(InLocal):
     """As in `InLocal`; one tower on every device, and many steps in one program."""
 
     def with_changes(self, state: KeptState, changes: Changes, maker: object) -> KeptState:
-        """As in `Whole`; every tower gets new parameters and a new model state, too."""
+        """As in `Way`; every tower gets new parameters and a new model state, too."""
         fields = state.fields()
         for name in ("params", "model_state"):
             leaves, treedef = jax.tree.flatten(getattr(fields.local, name))
@@ -123,7 +123,7 @@ class InLocalLoops(InLocal):
         return self._go_on(with_changes(fields, changes), maker)
 
     def make_runner(self, step: StepParts, state: KeptState, batches: Batches) -> Runner:
-        """As in `Whole`."""
+        """As in `Way`."""
         assert self._options.most is not None
         feeder = StackFeeder(batches, self.placement, self._options.most)
         return LocalLoopRunner(step, batches, self._options, self.placement, feeder)
