@@ -58,15 +58,15 @@ def fast(given: Any, gpus: list[Any], rows: int) -> Any:
     """`mt.train_step` without towers."""
     import jax
 
-    from multitower.planning.shapes import row_shapes
     from multitower.steps.runner import fast_step
+    from multitower.towers.leaves import row_shapes
     from multitower.towers.placement import contiguous
 
     placement = contiguous(gpus, len(gpus))
     step = fast_step(given.step, given.batch.split, rows, placement, has_weights=False)
     whole, split = placement.shared, placement.split
     count = jax.ShapeDtypeStruct((), np.int32)
-    batch = row_shapes(given.batch, rows * len(gpus))
+    batch = row_shapes(given.batch.rows, rows * len(gpus))
     shapes = [_on(whole, given.fields), _on(whole, given.batch.shared), _on(split, batch)]
     return jax.jit(step, donate_argnums=0).lower(*shapes, _on(whole, count)).compile()
 

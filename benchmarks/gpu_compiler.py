@@ -137,16 +137,18 @@ def same_bits(given: Any, gpus: list[Any], towers: int) -> Any:
 
     from multitower.engines.job import Shared
     from multitower.engines.same_bits import SameBits
-    from multitower.planning.shapes import row_shapes
     from multitower.steps.job import make_job
     from multitower.steps.state.bundles import bundled, bundled_job
+    from multitower.towers.leaves import row_shapes
     from multitower.towers.placement import contiguous
 
     tower_rows = -(-given.batch.num_rows // towers)
     job = bundled_job(make_job(given.step, given.batch.split, tower_rows, towers))
     (state,) = jax.eval_shape(bundled, [given.fields])
     engine = SameBits(job, contiguous(gpus, towers))
-    return engine._compile(Shared(state, given.batch.shared), row_shapes(given.batch, tower_rows))
+    return engine._compile(
+        Shared(state, given.batch.shared), row_shapes(given.batch.rows, tower_rows)
+    )
 
 
 def forget(folder: Path) -> None:

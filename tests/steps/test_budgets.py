@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import multitower as mt
 from multitower.engines import exchanges, reduction, same_bits, totals
 from multitower.engines.same_bits import tapped
-from multitower.steps.state.train_state import TrainState
+from multitower.steps.state.kept import KeptState
 from multitower.towers.placement import contiguous
 
 SIZE = 8 * 3 * 5 * 7 * 128  # elements; large enough to travel in chunks, divisible by 2, 3, 4, 8
@@ -141,9 +141,9 @@ def test_a_step_does_not_put_its_state_together(way, monkeypatch):
     """Lie: a look at the loss, made once, whose state is joined anew for every step."""
     joined = []
     for name in ("fields", "shared"):
-        there = getattr(TrainState, name)
+        there = getattr(KeptState, name)
         monkeypatch.setattr(
-            TrainState, name, lambda self, there=there: joined.append(1) or there(self)
+            KeptState, name, lambda self, there=there: joined.append(1) or there(self)
         )
     params = {"in": np.ones((4, 4), np.float32), "out": np.ones((4, 2), np.float32)}
     losses = lambda params, x: jnp.tanh(mt.cut(x @ params["in"]) @ params["out"]).sum(1)
