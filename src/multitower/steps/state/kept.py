@@ -19,6 +19,7 @@ class KeptState:
     that costs the host 8 us per leaf.
 
     Attributes:
+        is_spent: whether a step has overwritten it.
         maker: the `Maker` of the step that takes this form; None if no step has made it.
         origin: the maker of the state that this one was made from: it knows the model.
         made_by: the programs of the maker that returned the parts; it reads them at the next step.
@@ -32,7 +33,7 @@ class KeptState:
         "_parts",
         "_shared",
         "_shown",
-        "_spent",
+        "is_spent",
         "made_by",
         "maker",
         "origin",
@@ -45,7 +46,7 @@ class KeptState:
         self._join: Callable[[Any], Fields] | None = None
         self._join_shared: Callable[[Any], Fields] | None = None
         self._apart: Collection[str] = ()
-        self._spent = False
+        self.is_spent = False
         self._shown: dict[str, Shown] = {}
         self.maker = maker
         self.origin = origin if maker is None else maker
@@ -175,17 +176,12 @@ class KeptState:
         }
         return {name: leaves for name, leaves in found.items() if leaves}
 
-    @property
-    def is_spent(self) -> bool:
-        """Whether a step has overwritten it."""
-        return self._spent
-
     def spend(self) -> None:
         """Marks the state as overwritten."""
-        self._spent = True
+        self.is_spent = True
 
     def _check_not_spent(self) -> None:
-        if self._spent:
+        if self.is_spent:
             raise StateError(
                 "this state was given to a step already, and the step has overwritten it. "
                 "Continue with the state that the step returned: state, metrics = "
