@@ -56,6 +56,9 @@ WRONG = {
     "a discount": lambda w, x: losses(w, x) * jnp.cumprod(jnp.full(len(x), 0.9)),
     "added up": lambda w, x: losses(w, x) * jnp.cumsum(jnp.ones_like(x[:, 0])),
     "all but the first": lambda w, x: losses(w, x) * jnp.ones(len(x)).at[0].set(0),
+    "written over": lambda w, x: losses(w, x) * jax.lax.dynamic_update_slice(
+        jnp.ones(len(x)), jnp.zeros(2), (0,)
+    ),
     "the first four": lambda w, x: losses(w, x) * jnp.zeros(len(x)).at[:4].set(1),
     "put beside": lambda w, x: losses(w, x) * jnp.pad(
         jnp.zeros(len(x) - 1), (1, 0), constant_values=1.0
@@ -96,6 +99,12 @@ def counted(x, turn):
     return jax.lax.fori_loop(0, len(x), turn, 0.0)
 
 
+def among_all(w, x, weights):
+    """Every row beside the rows of all towers, whose places are those of the batch."""
+    sims = (x * w) @ mt.all_rows(x).T
+    return (sims * weights(jnp.ones(sims.shape))).sum(1)
+
+
 RIGHT = {
     "equal entries of a longer array": lambda w, x: losses(w, x + jnp.zeros((300, 3))[: len(x)]),
     "equal entries of NumPy": lambda w, x: losses(w, x) * np.ones(300, np.float32)[: len(x)],
@@ -121,6 +130,8 @@ RIGHT = {
     "features that are added up": lambda w, x: losses(w, x * jnp.cumsum(jnp.ones_like(x), 1)),
     "equal rows turned round": lambda w, x: losses(w, x) * jnp.ones(len(x))[::-1],
     "a column more": lambda w, x: losses(w, jnp.pad(x, ((0, 0), (1, 0)))[:, :3]),
+    "the first of all rows": lambda w, x: among_all(w, x, lambda of: of.at[:, 0].set(0)),
+    "places among all rows": lambda w, x: among_all(w, x, lambda of: jnp.cumsum(of, 1)),
     "a permutation": lambda w, key, x: losses(w, x * jax.random.permutation(key, len(x))[:, None]),
     "neighbours": each_beside_its_neighbour,
     "neighbours of three": each_of_three,
@@ -141,6 +152,7 @@ def look_at(loss):
 def test_a_row_s_place_in_its_tower_is_told(loss):
     # The lie: a mask of the first five rows masks the first five rows of every tower.
     where = "iota|concatenate|scan|an array|slice|dynamic_slice|cumprod|cumsum|scatter|pad"
+    where += "|dynamic_update_slice"
     said = rf"loss \(({where}).*\): it depends on the number.*mt.row_index"
     with pytest.warns(mt.MultitowerWarning, match=said) as told:
         look_at(loss)

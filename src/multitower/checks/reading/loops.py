@@ -37,6 +37,7 @@ class Reader(Protocol):
     num_rows: int
     tower_rows: int
     real_rows: int
+    all_rows: int
 
     def run(self, program: Any, inputs: Sequence[Flow]) -> list[Flow]:
         """What is known of a program's outputs."""

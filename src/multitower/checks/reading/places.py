@@ -70,15 +70,10 @@ def _tells_rows_apart(equation: Any, inputs: Sequence[Flow], reader: Reader) -> 
     if not (axes and inputs and all(known)):
         return False
     if name == "pad":
-        config = equation.params["padding_config"]
-        return any(
-            low > 0 or high > 0 or inner > 0 for low, high, inner in (config[a] for a in axes)
-        )
-    if name == "dynamic_update_slice":
-        return any(equation.invars[1].aval.shape[axis] < out.aval.shape[axis] for axis in axes)
+        return any(max(equation.params["padding_config"][axis]) > 0 for axis in axes)
     if name in ("cummax", "cummin", "rev", "sort"):  # equal numbers stay equal
         return False
-    return works_along_rows(equation, inputs, reader.num_rows)
+    return works_along_rows(equation, inputs, reader.num_rows, reader.all_rows)
 
 
 def _cut_to_rows(equation: Any, inputs: Sequence[Flow], reader: Reader) -> bool:

@@ -136,7 +136,7 @@ class _Reader:
         self.num_rows = num_rows
         self.real_rows = real_rows
         self.tower_rows = num_rows * num_groups
-        self._all_rows = whole if meets else 0
+        self.all_rows = whole if meets else 0
         self._calls: list[Any] = []
         self._batches = set[Any]()
         self.counting = Counting(
@@ -166,7 +166,7 @@ class _Reader:
         shape = getattr(kind, "shape", ())
         size = math.prod(shape)
         step = steps_of(value, size) if size and size % self.num_rows == 0 else 0
-        axes = row_axes(shape, self.num_rows, self._all_rows)
+        axes = row_axes(shape, self.num_rows, self.all_rows)
         rows = [shape[axis] // self.num_rows * self.real_rows for axis in axes]
         is_placed = any(map(differs_along, [value] * len(axes), axes, rows))
         place = "an array with an entry for every row" if is_placed else None
@@ -277,7 +277,7 @@ class _Reader:
         in_loop = any(one.primitive.name in INSIDE for one in self._calls)
         by_row = any(self.row_axes(atom) for atom in equation.outvars)
         sizes = [size for atom in equation.outvars for size in atom.aval.shape if size]
-        for_all = self._all_rows > 0 and any(size % self._all_rows == 0 for size in sizes)
+        for_all = self.all_rows > 0 and any(size % self.all_rows == 0 for size in sizes)
         return (in_loop or by_row) and not for_all
 
     def _without_empty(self, equation: Any, inputs: list[Flow]) -> list[Flow]:
@@ -340,7 +340,7 @@ class _Reader:
             together = laid_apart(place)
         if together is not None:
             return ("by row" if has_rows else "mixed"), None, together
-        if works_along_rows(equation, inputs, self.num_rows, self._all_rows):
+        if works_along_rows(equation, inputs, self.num_rows, self.all_rows):
             if not any(flow.sources for flow in inputs):
                 return "free", None, None  # noise alone, such as what makes a permutation
             # A sorted array, as of a quantile, is no table; nor is one whose neighbours are taken.
@@ -404,7 +404,7 @@ class _Reader:
 
     def row_axes(self, atom: Any) -> list[int]:
         """The axes of rows of a value."""
-        return row_axes(getattr(atom.aval, "shape", ()), self.num_rows, self._all_rows)
+        return row_axes(getattr(atom.aval, "shape", ()), self.num_rows, self.all_rows)
 
 
 def _summed(name: str, inputs: list[Flow]) -> str | None:
