@@ -2,6 +2,7 @@
 # What can be seen on a machine with GPUs. Each part takes under ten minutes on one GPU:
 #
 #   benchmarks/gpu.sh              scatter and steps: begin with these
+#   benchmarks/gpu.sh brief        some of most parts: where there is a GPU for ten minutes only
 #   benchmarks/gpu.sh scatter      what a deterministic scatter-add costs: under two minutes
 #   benchmarks/gpu.sh steps        doctor, the same bits of one recipe, the cost of a step
 #   benchmarks/gpu.sh models       models that fill a GPU, against hand-written JAX
@@ -125,6 +126,31 @@ devices() {
   attempt 580 "$python" benchmarks/gpu_devices.py $small
 }
 
+# Each command's limit is a share of ten minutes: one that is slow cannot take the others' time.
+brief() {
+  local kernels=(--only "product,convolution,attention,embedding,max pooling" --towers 1,8)
+  local overhead=(--rounds 3 --devices "$count" --real)
+  local steps=(--only transformer --rounds 3 --steps 10)
+  if [[ $small ]]; then
+    kernels=(--small --only product --towers 2)
+    overhead=(--rounds 1 --only Polynomial)
+    steps=(--small --only lenet --rounds 1 --steps 1)
+  fi
+  heading "doctor"
+  multitower 45 doctor
+  same_bits 60 "${recipe[@]}"
+  heading "the same bits by kernel"
+  attempt 130 "$python" benchmarks/gpu_bits.py "${kernels[@]}"
+  if [[ ! $small ]]; then
+    same_bits 70 gpt --towers 8 --steps 3 --compute-dtype bfloat16
+    same_bits 80 cifar10-resnet20 --synthetic --towers 8 --steps 3
+  fi
+  heading "the cost of a step"
+  attempt 70 "$python" benchmarks/step_overhead.py "${overhead[@]}"
+  heading "a model that fills a GPU"
+  attempt 120 "$python" benchmarks/gpu_steps.py "${steps[@]}"
+}
+
 text() {
   local runs model=(gpt --size small --towers 8 --batch-size 64) long=(--steps 200)
   local short=(--steps 20 --profile 15:18)
@@ -176,10 +202,10 @@ many=
 (($#)) || set -- scatter steps
 for part; do
   case $part in
-    scatter | steps | models | tuned | torch | keras | bits | verify | devices | text | processes | pipeline) "$part" ;;
+    brief | scatter | steps | models | tuned | torch | keras | bits | verify | devices | text | processes | pipeline) "$part" ;;
     *)
-      echo "gpu.sh: there is no part $part. Parts are scatter, steps, models, tuned, torch, keras," \
-        "bits, verify, devices, text, processes and pipeline." >&2
+      echo "gpu.sh: there is no part $part. Parts are brief, scatter, steps, models, tuned, torch," \
+        "keras, bits, verify, devices, text, processes and pipeline." >&2
       exit 2
       ;;
   esac

@@ -59,6 +59,15 @@ def test_models_run_through():
 
 
 @pytest.mark.slow
+def test_the_brief_part_runs_through():
+    shown = lines_of("brief")
+    assert "params       same bits" in shown
+    assert any(line.startswith("| product") and line.endswith("| same |") for line in shown)
+    assert any(line.startswith("| Polynomial") for line in shown)
+    assert any(line.startswith("| LeNet-5 | same bits |") for line in shown)
+
+
+@pytest.mark.slow
 def test_keras_runs_through():
     rows = [line for line in lines_of("keras") if "| Keras on JAX |" in line]
     assert len(rows) == 3
