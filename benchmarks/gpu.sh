@@ -133,8 +133,8 @@ brief() {
   local steps=(--only transformer --rounds 3 --steps 10)
   if [[ $small ]]; then
     kernels=(--small --only product --towers 2)
-    overhead=(--rounds 1 --only Polynomial)
-    steps=(--small --only lenet --rounds 1 --steps 1)
+    overhead=(--rounds 2 --only Polynomial)
+    steps=(--small --only lenet --rounds 2 --steps 1)
   fi
   heading "doctor"
   multitower 45 doctor

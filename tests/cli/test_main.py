@@ -350,7 +350,7 @@ def test_a_warning_names_flags(capsys):
         place(None, 2)
         warn_of_worst("keep_best", "loss", "max")
     busy, direction = capsys.readouterr().err.splitlines()
-    assert "--towers 2 keep 2 of 8 devices busy; 6 stay idle. Use --towers 8 or" in busy
+    assert "--towers 2 keep 2 of 8 devices busy and leave 6 idle. Use --towers 8 or" in busy
     assert "or --simulate 2." in busy  # --devices and --simulate exclude each other
     assert direction == (
         "multitower: --keep-best loss and --best max: the state with the highest loss counts as "

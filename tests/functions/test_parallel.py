@@ -350,7 +350,7 @@ def test_calls_of_the_same_shape_compile_once():
 
 def test_idle_devices_are_named_and_hold_nothing():
     """Lie: devices that do nothing, without a word."""
-    with pytest.warns(mt.MultitowerWarning, match="3 of 8 devices busy; 5 stay idle"):
+    with pytest.warns(mt.MultitowerWarning, match="3 of 8 devices busy and leave 5 idle"):
         y = mt.make_parallel(double, towers=3)(np.arange(6))
     assert y.sharding.device_set == set(mt.devices(3))
     with warnings.catch_warnings():
