@@ -588,7 +588,12 @@ def view_after_view(w, x):
     return jax.lax.scan(step, jnp.zeros(len(x) // 2), (x @ w).reshape(2, -1))[1].mean()
 
 
-VIEWS = [views, unpacked_views, sum_of_views, largest_view, view_after_view]
+def pairs_of_sums(w, x):
+    mean = jnp.tile((x @ w).reshape(2, -1).mean(0), 2)
+    return (mean.reshape(-1, 2)[:, ::-1] ** 2).mean()
+
+
+VIEWS = [views, unpacked_views, sum_of_views, largest_view, view_after_view, pairs_of_sums]
 
 
 @pytest.mark.parametrize("loss", VIEWS)

@@ -64,7 +64,7 @@ def _chunks_of_results(
 ) -> Sequence[int | None]:
     """The chunk of each result; None if it is not known."""
     name, chunks, num_results = equation.primitive.name, _chunks(inputs), len(equation.outvars)
-    if name == "reshape" and _shapes(equation.invars)[0][:1] == (tower_rows,):
+    if name == "reshape" and not chunks and _shapes(equation.invars)[0][:1] == (tower_rows,):
         (shape,) = _shapes(equation.outvars)
         is_cut = len(shape) > 1 and 1 < shape[0] < tower_rows == shape[0] * shape[1]
         return [ALL_CHUNKS if is_cut else None]
