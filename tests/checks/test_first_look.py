@@ -588,18 +588,66 @@ def view_after_view(w, x):
     return jax.lax.scan(step, jnp.zeros(len(x) // 2), (x @ w).reshape(2, -1))[1].mean()
 
 
+def views_beside_each_other(w, x):
+    z = jnp.tanh(x @ w).reshape(2, -1).T
+    return (z[:, 0] * z[:, 1]).mean()
+
+
+def softmax_of_views(w, x):
+    z = jnp.tanh(x * w).reshape(2, -1, 3).swapaxes(0, 1)
+    return jax.nn.softmax(z, axis=1)[:, 0].mean()
+
+
+def one_pair_by_vmap(w, x):
+    return jax.vmap(lambda z: z[0] @ z[1])((x * w).reshape(2, -1, 3).swapaxes(0, 1)).mean()
+
+
+def other_view(w, x):
+    z = (x * w).reshape(2, -1, 3)
+    return jnp.einsum("vbd,vbd->b", z, z[::-1]).mean()
+
+
 def pairs_of_sums(w, x):
     mean = jnp.tile((x @ w).reshape(2, -1).mean(0), 2)
     return (mean.reshape(-1, 2)[:, ::-1] ** 2).mean()
 
 
-VIEWS = [views, unpacked_views, sum_of_views, largest_view, view_after_view, pairs_of_sums]
+VIEWS = [
+    views,
+    unpacked_views,
+    sum_of_views,
+    largest_view,
+    view_after_view,
+    pairs_of_sums,
+    views_beside_each_other,
+    softmax_of_views,
+    one_pair_by_vmap,
+    other_view,
+]
 
 
 @pytest.mark.parametrize("loss", VIEWS)
 def test_views_by_reshape_are_not_those_of_a_tower(loss):
     # The lie: a reshape to two views is a loop over chunks.
     with pytest.warns(mt.MultitowerWarning, match=r"loss \(chunks at .*\): a part of the rows is"):
+        look_at(mt.grad(loss, devices=2), X)
+
+
+@pytest.mark.parametrize(
+    "reorder",
+    [
+        lambda h: h.reshape(2, -1).T.reshape(-1),
+        lambda h: h.reshape(-1, 2).T.reshape(-1),
+        lambda h: h.reshape(2, -1)[::-1].reshape(-1),
+    ],
+    ids=["halves in turn", "even rows first", "second half first"],
+)
+def test_rows_in_another_order_are_not_those_of_a_tower(reorder):
+    # The lie: a reshape and a transposition leave every row where it was.
+    loss = lambda w, x: (reorder(jnp.tanh(x @ w)) * x[:, 0]).mean()
+    with pytest.warns(
+        mt.MultitowerWarning, match=r"loss \(layout at .*\): values of different rows"
+    ):
         look_at(mt.grad(loss, devices=2), X)
 
 
@@ -692,6 +740,24 @@ def test_a_checkpoint_in_a_loop_over_rows_only_adds_them_up():
         lambda w, x: jnp.where(w[0] > 0, sum(losses(w, x.reshape(2, -1, 3))), 0).mean() / 2,
         lambda w, x: (rows_added_up(w, x.reshape(2, -1, 3)) / 2).mean(),
         lambda w, x: (jax.grad(lambda x: losses(w, x.reshape(2, -1, 3)).sum())(x) ** 2).mean(),
+        lambda w, x: losses(w, jnp.tanh(x.reshape(2, -1, 3).swapaxes(0, 1))).mean(),
+        lambda w, x: losses(w, jnp.tanh(x.reshape(2, -1, 3).mT).mT.reshape(-1, 3)),
+        lambda w, x: (x @ w) * jnp.tanh((x @ w).reshape(2, -1).T).T.reshape(-1),
+        lambda w, x: (
+            (x @ w) * jnp.tanh((x @ w).reshape(2, -1).T.reshape(-1)).reshape(-1, 2).T.ravel()
+        ),
+        lambda w, x: (
+            (x @ w) * jnp.tanh((x @ w).reshape(-1, 2).T.reshape(-1)).reshape(2, -1).T.ravel()
+        ),
+        lambda w, x: (x @ w) * jnp.tanh((x @ w).reshape(2, -1)[::-1])[::-1].reshape(-1),
+        lambda w, x: (
+            (x @ w) * jnp.tanh((x @ w).reshape(2, -1)[::-1].ravel()).reshape(2, -1)[::-1].ravel()
+        ),
+        lambda w, x: jnp.prod((x @ w).reshape(-1, 2).T, axis=0).mean(),
+        lambda w, x: jnp.einsum("bvd,bvd->b", x.reshape(-1, 2, 3), x.reshape(-1, 2, 3) * w).mean(),
+        lambda w, x: jnp.einsum(
+            "vbd,vbd->vb", (x * w).reshape(2, -1, 3), x.reshape(2, -1, 3)
+        ).mean(),
     ],
     ids=[
         "neighbours",
@@ -706,6 +772,16 @@ def test_a_checkpoint_in_a_loop_over_rows_only_adds_them_up():
         "sum of chunks",
         "scan that adds",
         "gradient",
+        "beside each other",
+        "other axes",
+        "beside and back",
+        "in turn and back",
+        "even first and back",
+        "second half first and back",
+        "reversed rows and back",
+        "product of pairs",
+        "pairs by einsum",
+        "views by einsum",
     ],
 )
 def test_nothing_is_said_of_groups_of_rows(loss):

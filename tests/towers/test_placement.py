@@ -25,7 +25,9 @@ def test_one_tower_per_device_without_a_number_of_towers():
 
 
 def test_devices_without_a_tower_are_left_out_with_a_warning():
-    with pytest.warns(mt.MultitowerWarning, match="towers=2 keep 2 of 5 devices busy and leave 3 idle"):
+    with pytest.warns(
+        mt.MultitowerWarning, match="towers=2 keep 2 of 5 devices busy and leave 3 idle"
+    ):
         placement = place(5, 2)
     assert placement.devices == tuple(mt.devices(2))
 

@@ -177,7 +177,8 @@ def _refuse_one_heavy_step(
     where = line_of(equation)
     raise ArgumentError(
         f"stages={num_stages}: the model cannot be cut into so many parts of equal work. It has "
-        f"{num_heavy} products of matrices, convolutions or loops, and one equation "
+        f"{num_heavy} {'equation' if num_heavy == 1 else 'equations'} with much work (products of "
+        "matrices, convolutions, loops), and one "
         f"({equation.primitive.name}{f' at {where}' if where else ''}) has "
         f"{100 * work[largest] / max(total, 1):.0f} % of the work. Use fewer stages, write that "
         "part as several equations, or mark the places with h = mt.cut(h)."

@@ -118,8 +118,8 @@ def place(devices: DeviceSpec | None, towers: int | None) -> Placement:
     if towers < len(found):
         idle = len(found) - towers
         warn(
-            f"towers={towers} keep {towers} of {len(found)} devices busy and leave {idle} idle. Use "
-            f"towers={len(found)} or a multiple of it to use them all, or devices={towers}."
+            f"towers={towers} keep {towers} of {len(found)} devices busy and leave {idle} idle. "
+            f"Use towers={len(found)} or a multiple of it to use them all, or devices={towers}."
         )
     _warn_of_several_kinds(found[:towers])
     placement = contiguous(found[:towers], towers)

@@ -1,18 +1,23 @@
 """Chunks: rows that `z = h.reshape(2, -1, d)` lays out as halves, one after the other.
 
 `z[0] * z[1]` brings together two rows of different halves, which a tower does not have. A loop over
-the halves, or their sum, brings nothing together, as long as the sum is only added up.
+the halves, or their sum, brings nothing together, as long as the sum is only added up. With their
+axes changed, `z.swapaxes(0, 1)`, the halves are `z[:, 0]` and `z[:, 1]`; and if that is laid out as
+rows again, the rows are in another order, which depends on how many there are.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from multitower.checks.reading import operations
-from multitower.checks.reading.flow import ALL_CHUNKS, SUM_OF_CHUNKS, Flow, line_at, place_of
+from multitower.checks.reading.flow import SUM_OF_CHUNKS, Chunks, Flow, line_at, place_of
 
 # They put chunks beside each other.
 _BESIDE = {"concatenate", "pad", "stack", *operations.WRITTEN}
+# They go along an axis, and leave as many entries on it.
+_ALONG = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort"}
 
 
 def pairing(place: str) -> str:
@@ -30,15 +35,16 @@ def pairs_chunks(equation: Any, inputs: Sequence[Flow]) -> bool:
     Returns:
         Whether it does; False also for a sum of chunks, and if that is not known.
     """
-    chunks = _chunks(inputs)
-    if not chunks <= {ALL_CHUNKS}:
-        return (len(chunks) > 1 or SUM_OF_CHUNKS in chunks) and not _is_linear(equation, inputs)
-    name, params = equation.primitive.name, equation.params
-    if name == "dot_general":
-        contracted, batch = params["dimension_numbers"]
-        together = all(0 in contracted[n] or 0 in batch[n] for n in (0, 1))
-        return not together and all(flow.chunk == ALL_CHUNKS for flow in inputs)
-    return name != "reduce_sum" and _is_along_chunks(equation, inputs)
+    name, all_of = equation.primitive.name, [one for one in _all_chunks(inputs) if one]
+    if name == "dot_general" and len(all_of) > 1:
+        contracted, batch = equation.params["dimension_numbers"]
+        one, other = all_of
+        together = {*zip(*contracted, strict=True), *zip(*batch, strict=True)}
+        return (one.axis, other.axis) not in together or one.is_reversed != other.is_reversed
+    chunks = _in_result(equation, inputs)
+    if len(chunks) > 1 or SUM_OF_CHUNKS in chunks:
+        return not _is_linear(equation, inputs)
+    return name not in ("reduce_sum", "cumsum") and _is_along_chunks(equation, inputs)
 
 
 def with_chunks(
@@ -59,32 +65,143 @@ def with_chunks(
     ]
 
 
+def turned(equation: Any, flow: Flow, tower_rows: int) -> tuple[tuple[Chunks, int], int] | None:
+    """The order of rows that a reshape makes of chunks whose rows come first, one of each chunk.
+
+    Args:
+        equation: the reshape.
+        flow: what is known of its input.
+        tower_rows: the number of rows of a tower.
+
+    Returns:
+        The chunks and the number of rows in each, and the axis of all rows in the result; None if
+        the result is no such rows.
+    """
+    chunk, (before, after) = flow.chunk, _shapes([equation.invars[0], equation.outvars[0]])
+    if not isinstance(chunk, Chunks):
+        return None
+    is_apart = chunk.axis == chunk.rows + 1
+    if not is_apart and not (chunk.is_reversed and chunk.rows == chunk.axis + 1):
+        return None
+    first = min(chunk.axis, chunk.rows)
+    axis = _axis_behind(math.prod(before[:first]), tower_rows, after)
+    return None if axis is None else ((chunk, before[chunk.rows]), axis)
+
+
+def turned_back(equation: Any, flow: Flow, tower_rows: int) -> Chunks | None:
+    """The chunks that a reshape takes apart again, of rows in the order of `turned`; else None."""
+    if flow.order is None or flow.order.turned is None:
+        return None
+    chunk, each = flow.order.turned
+    found = _cut(equation, tower_rows)
+    if found is None:
+        return None
+    is_apart = chunk.axis > chunk.rows
+    size = equation.outvars[0].aval.shape[found.rows if not is_apart else found.axis]
+    axes = (found.rows, found.axis) if is_apart else (found.axis, found.rows)
+    return Chunks(*axes, chunk.is_reversed) if size == each else None
+
+
+def _cut(equation: Any, tower_rows: int) -> Chunks | None:
+    """The chunks that a reshape of rows makes."""
+    before, after = _shapes([equation.invars[0], equation.outvars[0]])
+    if tower_rows not in before:
+        return None
+    in_front = math.prod(before[: before.index(tower_rows)])
+    for axis in range(len(after) - 1):
+        is_whole = 1 < after[axis] < tower_rows == after[axis] * after[axis + 1]
+        if is_whole and math.prod(after[:axis]) == in_front:
+            return Chunks(axis, axis + 1)
+    return None
+
+
 def _chunks_of_results(
     equation: Any, inputs: Sequence[Flow], tower_rows: int
-) -> Sequence[int | None]:
+) -> Sequence[int | Chunks | None]:
     """The chunk of each result; None if it is not known."""
-    name, chunks, num_results = equation.primitive.name, _chunks(inputs), len(equation.outvars)
-    if name == "reshape" and not chunks and _shapes(equation.invars)[0][:1] == (tower_rows,):
-        (shape,) = _shapes(equation.outvars)
-        is_cut = len(shape) > 1 and 1 < shape[0] < tower_rows == shape[0] * shape[1]
-        return [ALL_CHUNKS if is_cut else None]
+    name, num_results = equation.primitive.name, len(equation.outvars)
+    chunks = {flow.chunk for flow in inputs} - {None}
+    if name == "reshape" and not chunks:
+        is_plain = inputs[0].order is None
+        back = turned_back(equation, inputs[0], tower_rows)
+        return [_cut(equation, tower_rows) if is_plain else back]
     if not chunks or name in _BESIDE or pairs_chunks(equation, inputs):
         return [None] * num_results
-    if len(chunks) > 1 or _is_along_chunks(equation, inputs):
+    found = _in_result(equation, inputs)
+    if len(found) > 1 or _is_along_chunks(equation, inputs):
         return [SUM_OF_CHUNKS] * num_results
-    return _of_all_chunks(equation, inputs) if ALL_CHUNKS in chunks else [*chunks] * num_results
+    (chunk,) = found or {None}
+    if isinstance(chunk, int):
+        return [chunk] * num_results
+    return _of_all_chunks(equation, inputs, chunk)
 
 
-def _of_all_chunks(equation: Any, inputs: Sequence[Flow]) -> Sequence[int | None]:
+def _of_all_chunks(
+    equation: Any, inputs: Sequence[Flow], chunk: Chunks | None
+) -> Sequence[int | Chunks | None]:
     """The chunk of each result of an array that has all of them."""
-    shapes, results = map(_shapes, (equation.invars, equation.outvars))
-    pairs = zip(shapes, inputs, strict=True)
-    shape = next(shape for shape, flow in pairs if flow.chunk == ALL_CHUNKS)
-    if len(results) == shape[0] and equation.params.get("axis") == 0:  # z1, z2 = z
+    results, params = _shapes(equation.outvars), equation.params
+    pairs = zip(_shapes(equation.invars), _all_chunks(inputs), strict=True)
+    shape, axis = next((shape, one.axis) for shape, one in pairs if one)
+    if len(results) == shape[axis] and params.get("axis") == axis:  # z1, z2 = z
         return range(len(results))
-    if equation.primitive.name == "slice" and results[0][:1] == (1,):
-        return [equation.params["start_indices"][0]]
-    return [ALL_CHUNKS if result[:2] == shape[:2] else None for result in results]
+    if equation.primitive.name == "slice" and results[0][axis] == 1:
+        return [params["start_indices"][axis]]
+    if equation.primitive.name == "rev" and axis in params["dimensions"] and chunk is not None:
+        return [chunk._replace(is_reversed=not chunk.is_reversed)]
+    return [chunk] * len(results)
+
+
+def _in_result(equation: Any, inputs: Sequence[Flow]) -> set[int | Chunks]:
+    """The chunks of the inputs; where one has all of them, with the axes of the result."""
+    found: set[int | Chunks] = set()
+    for number, flow in enumerate(inputs):
+        if isinstance(flow.chunk, Chunks):
+            axis, rows = (_moved(equation, number, one) for one in flow.chunk[:2])
+            if axis is not None and rows is not None:
+                found.add(flow.chunk._replace(axis=axis, rows=rows))
+        elif flow.chunk is not None:
+            found.add(flow.chunk)
+    return found
+
+
+def _moved(equation: Any, number: int, axis: int) -> int | None:
+    """The axis of the first result that an input's axis becomes; None if that is not known."""
+    name, params = equation.primitive.name, equation.params
+    before, after = _shapes([equation.invars[number], equation.outvars[0]])
+    gone = params.get("axes", params.get("dimensions", ())) if len(after) < len(before) else ()
+    found = axis if len(before) == len(after) else None
+    if name == "transpose":
+        found = params["permutation"].index(axis)
+    elif name == "broadcast_in_dim":
+        found = params["broadcast_dimensions"][axis]
+    elif name == "reshape":
+        found = _axis_behind(math.prod(before[:axis]), before[axis], after)
+    elif name == "dot_general":
+        found = _moved_in_product(equation, number, axis)
+    elif gone and axis not in gone:
+        found = axis - sum(one < axis for one in gone)
+    return found if found is not None and after[found] == before[axis] else None
+
+
+def _moved_in_product(equation: Any, number: int, axis: int) -> int | None:
+    contracted, batch = equation.params["dimension_numbers"]
+    if axis in batch[number]:
+        return list(batch[number]).index(axis)
+    shapes = _shapes(equation.invars)
+    free = [
+        [n for n in range(len(shape)) if n not in (*contracted[side], *batch[side])]
+        for side, shape in enumerate(shapes)
+    ]
+    if axis in contracted[number]:
+        return None
+    return len(batch[0]) + number * len(free[0]) + free[number].index(axis)
+
+
+def _axis_behind(in_front: int, size: int, shape: tuple[int, ...]) -> int | None:
+    """The axis of this size that has so many elements in front of it, from one to the next."""
+    fits = (n for n, one in enumerate(shape) if one == size and math.prod(shape[:n]) == in_front)
+    return next(fits, None)
 
 
 def _is_linear(equation: Any, inputs: Sequence[Flow]) -> bool:
@@ -100,16 +217,23 @@ def _is_linear(equation: Any, inputs: Sequence[Flow]) -> bool:
 
 def _is_along_chunks(equation: Any, inputs: Sequence[Flow]) -> bool:
     """Whether it goes over all chunks, from row to row, such as z.max(0)."""
-    if equation.primitive.name == "dot_general":
-        contracted, _ = equation.params["dimension_numbers"]
-        pairs = zip(inputs, contracted, strict=True)
-        return any(flow.chunk == ALL_CHUNKS and 0 in axes for flow, axes in pairs)
-    (shape, *_), axes = _shapes(equation.invars), equation.params.get("axes", ())
-    return inputs[0].chunk == ALL_CHUNKS and 0 in axes and 1 not in axes and len(shape) > 1
+    name, params = equation.primitive.name, equation.params
+    if name == "dot_general":
+        contracted, _ = params["dimension_numbers"]
+        pairs = zip(_all_chunks(inputs), contracted, strict=True)
+        return any(one and one.axis in axes for one, axes in pairs)
+    chunk = _all_chunks(inputs)[0]
+    if chunk is None:
+        return False
+    if name in _ALONG:
+        return chunk.axis == params.get("axis", params.get("dimension"))
+    axes = params.get("axes", ())
+    return chunk.axis in axes and chunk.rows not in axes
 
 
-def _chunks(inputs: Sequence[Flow]) -> set[int]:
-    return {flow.chunk for flow in inputs if flow.chunk is not None}
+def _all_chunks(inputs: Sequence[Flow]) -> list[Chunks | None]:
+    """Where each input has all chunks; None for one that does not."""
+    return [flow.chunk if isinstance(flow.chunk, Chunks) else None for flow in inputs]
 
 
 def _shapes(atoms: Sequence[Any]) -> list[tuple[int, ...]]:

@@ -10,8 +10,22 @@ ORDER: tuple[Word, ...] = ("free", "by row", "linear", "mixed")
 
 # At most so many places are kept for messages.
 _PLACES = 8
-# A value's chunk if it has all of them, along axis 0, or if it is a sum of several.
-ALL_CHUNKS, SUM_OF_CHUNKS = -1, -2
+# A value's chunk if it is a sum of several.
+SUM_OF_CHUNKS = -1
+
+
+class Chunks(NamedTuple):
+    """Where a value has all chunks of the rows.
+
+    Attributes:
+        axis: the axis of the chunks.
+        rows: the axis of the rows in a chunk.
+        is_reversed: whether the last chunk comes first.
+    """
+
+    axis: int
+    rows: int
+    is_reversed: bool = False
 
 
 class Order(NamedTuple):
@@ -24,12 +38,15 @@ class Order(NamedTuple):
             order, and finds row i. undoes: it is made of the places in this order where row i is.
         step: None if they were sorted. If they were laid out, how many elements there are from one
             row to the next; 0 for a sum of several rows' values. See `layout`.
+        turned: the chunks and the number of rows in each, if chunks were laid out one row of each
+            after the other. See `chunks`.
     """
 
     place: str
     number: int | Fraction
     what: Literal["rows", "numbers", "undoes"]
     step: int | None = None
+    turned: tuple[Chunks, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -80,8 +97,8 @@ class Flow:
         bent: for a mixed value, the operation that made it of sums over rows, and its line, if the
             mean over towers of such values is another number; but a variance is meant.
         order: the order that its rows are in, if they were sorted or laid out; see `orders`.
-        chunk: the number of the chunk whose rows it has, ALL_CHUNKS or SUM_OF_CHUNKS, if the rows
-            were laid out in chunks; see `chunks`.
+        chunk: the number of the chunk whose rows it has, `Chunks` for all of them, or
+            SUM_OF_CHUNKS, if the rows were laid out in chunks; see `chunks`.
         inner: for an axis with several values of each row, how many of them lie side by side, if
             that is known; see `layout`.
         value: its value, if it is a constant: Keras, for example, computes the number of rows in
@@ -112,7 +129,7 @@ class Flow:
     per_row: bool = False
     beside: str | None = None
     order: Order | None = None
-    chunk: int | None = None
+    chunk: int | Chunks | None = None
     inner: int | None = None
 
     @property

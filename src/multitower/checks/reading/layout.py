@@ -14,6 +14,7 @@ from fractions import Fraction
 from typing import Any
 
 from multitower.checks.reading import operations
+from multitower.checks.reading.chunks import turned, turned_back
 from multitower.checks.reading.flow import Flow, Order, line_at, place_of
 from multitower.checks.reading.loops import Reader
 
@@ -34,7 +35,16 @@ def laid_out(
     """
     if equation.primitive.name != "reshape" or inputs[0].word != "by row":
         return None
-    step, (result,) = _step(equation.invars[0], inputs[0], reader), equation.outvars
+    (result,) = equation.outvars
+    if (found := turned(equation, inputs[0], reader.tower_rows)) is not None:
+        chunks, axis = found
+        step = math.prod(result.aval.shape[axis + 1 :])
+        order = Order(laid_apart(reader.where(equation)), -1, "rows", step, chunks)
+        return [replace(plain(inputs), order=order)]
+    if inputs[0].order is not None and inputs[0].order.turned is not None:
+        is_back = turned_back(equation, inputs[0], reader.tower_rows) is not None
+        return [plain(inputs)] if is_back else None
+    step = _step(equation.invars[0], inputs[0], reader)
     axis = _axis(result, reader)
     if step is None or axis is None:
         return None

@@ -11,8 +11,8 @@ from multitower.checks.reading import operations
 from multitower.checks.reading.chunks import pairing
 from multitower.checks.reading.counts import is_zero
 from multitower.checks.reading.flow import (
-    ALL_CHUNKS,
     SUM_OF_CHUNKS,
+    Chunks,
     Flow,
     Word,
     all_places,
@@ -73,7 +73,8 @@ def _scan(reader: Reader, equation: Any, inputs: list[Flow]) -> list[Flow]:
         carried = zip(inputs[num_shared:], is_count, strict=False)
         numbered = [row_number if counts else flow for flow, counts in carried]
         inputs = [*inputs[:num_shared], *numbered, *inputs[num_given:]]
-    over_chunks = any(flow.chunk == ALL_CHUNKS for flow in inputs[num_given:])
+    scanned = [flow.chunk for flow in inputs[num_given:]]
+    over_chunks = any(isinstance(chunk, Chunks) and chunk.axis == 0 for chunk in scanned)
     inputs = [*inputs[:num_given], *(replace(flow, chunk=None) for flow in inputs[num_given:])]
     outputs = _loop(reader, program, inputs, num_shared, num_carried, is_count=is_count)
     if over_chunks:
@@ -152,7 +153,7 @@ def _scan_chunks(
             else replace(flow, mixed=all_places([flow], [place]), roots=roots_of([flow], place))
             for flow in outputs
         ]
-    chunks = [SUM_OF_CHUNKS] * len(adds) + [ALL_CHUNKS] * (len(outputs) - len(adds))
+    chunks = [SUM_OF_CHUNKS] * len(adds) + [Chunks(0, 1)] * (len(outputs) - len(adds))
     return [
         replace(flow, chunk=chunk) if flow.word == "by row" else flow
         for flow, chunk in zip(outputs, chunks, strict=True)
