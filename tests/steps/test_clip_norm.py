@@ -125,6 +125,14 @@ def test_short_floats_are_squared_and_added_in_float32():
     np.testing.assert_array_equal(found, np.full(1001, 1001**-0.5, jnp.bfloat16))
 
 
+def test_short_floats_are_rounded_once():
+    """Lie: a factor of 16 bits, so that a gradient is rounded twice."""
+    gradient = jnp.arange(1, 65, dtype=jnp.bfloat16)
+    squares = leaf_squares(gradient)
+    wanted = (gradient.astype(np.float32) * (1 / jnp.sqrt(squares[0]))).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(clipped(gradient, squares, 1.0), wanted)
+
+
 @pytest.mark.slow
 def test_large_leaves_in_buffers_of_their_own():
     """Lie: squares of the small leaves alone."""

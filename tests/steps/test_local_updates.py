@@ -348,6 +348,39 @@ def test_what_is_not_finite_stays_in_its_tower():
     assert_close(flat(state.local.params), np.stack([flat(state.params)] * 2))
 
 
+def test_a_tower_without_rows_skips_no_step():
+    """Lie: copies of a bad row, which only fill that tower up, count as a step of its own."""
+    bad = batch(1, 3)
+    bad["x"][0] = np.nan
+    step = make(skip_nonfinite=True)
+    _, history = train(step, step.init(PARAMS), [batch(0), bad])
+    assert [metrics["skipped"] for metrics in history] == [0, 1]
+
+
+def test_models_of_other_shapes_meet_in_turn():
+    """Lie: the programs of a meeting are those of the model that came first."""
+    loss = lambda w, x: (x[:, : len(w)] @ w - 1) ** 2
+    step = make(optax.sgd(0.1), loss, sync_every=1, outer_optimizer=optax.sgd(1.0))
+    x = batch(0)["x"]
+    for size in (3, 2):
+        w = np.ones(size, np.float32)
+        state, _ = step(step.init(w), x)
+        assert_close(state.params, w - 0.1 * jax.grad(lambda w: loss(w, x).mean())(w))
+
+
+def test_a_key_that_a_loss_leaves_as_it_is_stays_as_it_was():
+    """Lie: the key that a tower draws with, its own, is the next step's key of all towers."""
+
+    def loss(w, x, *, model_state):
+        return x @ w * jax.random.uniform(model_state["key"], (len(x),)), {}, model_state
+
+    step, key = make(loss=loss), jax.random.key(3)
+    state = step.init(np.ones(3, np.float32), model_state={"key": key})
+    state, _ = step(state, batch(0)["x"])
+    kept = jax.random.key_data(state.local.model_state["key"])
+    np.testing.assert_array_equal(kept, [jax.random.key_data(key)] * 2)
+
+
 def test_what_is_written_into_a_state_is_used():
     hyper = optax.inject_hyperparams(optax.sgd)
     optimizers = {

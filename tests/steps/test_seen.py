@@ -128,6 +128,52 @@ def test_a_copied_state_is_that_of_its_own_shapes(options, how):
     np.testing.assert_allclose(found.params, w - 0.1 * gradient, rtol=1e-4)
 
 
+def test_parameters_of_another_shape_that_replace_others_are_cut_anew():
+    """Lie: their blocks are those of the parameters that the state was made with."""
+    loss = lambda w, x: (x[:, : len(w)] @ w - 1) ** 2
+    x = np.arange(24, dtype=np.float32).reshape(4, 6) / 10
+    step = mt.train_step(loss, optax.sgd(0.1), towers=2, devices=2, shard_update=True)
+    w = np.ones(6, np.float32)
+    state, _ = step(step.init(w[:3]).replace(params=w), x)
+    gradient = jax.grad(lambda w: loss(w, x).mean())(w)
+    np.testing.assert_allclose(state.params, w - 0.1 * gradient, rtol=1e-4)
+
+
+def test_batches_of_other_names_take_turns():
+    """Lie: the rows by the names that came first, and what is known of the loss of those."""
+    scale = {"once": 1.0, "twice": 2.0, "mean": 3.0}
+
+    def loss(w, batch):
+        ((name, x),) = batch.items()
+        found = scale[name] * (x @ w)
+        return found.mean() if name == "mean" else found
+
+    step = mt.train_step(loss, optax.sgd(0.0), towers=2, devices=1)
+    state, x = step.init(np.ones(3, np.float32)), DRAW.normal(size=(8, 3)).astype(np.float32)
+    for name, factor in scale.items():
+        state, metrics = step(state, {name: x})
+        np.testing.assert_allclose(metrics["loss"], factor * x.sum(1).mean(), rtol=1e-4)
+    with pytest.raises(mt.OutputError, match="scalar loss"):
+        step(state, {"mean": x[:5]})
+
+
+def test_a_kind_fills_the_towers_as_in_the_run_that_it_is_of():
+    """Lie: the towers of an earlier `fit` with smaller batches, and so other random numbers."""
+
+    def noise(w, batch, *, rng):
+        return batch @ w + jax.random.normal(rng, (len(batch),))
+
+    def loss_after(*sizes):
+        step = mt.train_step(noise, optax.sgd(0.1), towers=2, devices=1)
+        for size in sizes:
+            step.expect(size)
+            state = step.init(np.ones(3, np.float32), rng=jax.random.key(0))
+            _, metrics = step(state, np.ones((4, 3), np.float32))
+        return float(metrics["loss"])
+
+    assert loss_after(4, 8) == loss_after(8) != loss_after(4)
+
+
 def test_programs_of_another_state_or_setting_are_not_those_of_the_first():
     # The lie: a state that a step has made has the shapes of all states that it makes.
     step, state = make(towers=1, devices=1)

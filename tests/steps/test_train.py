@@ -735,6 +735,15 @@ def test_a_bad_gradient_is_not_added_up():
     assert (skipped, float(state.params)) == ([0, 1, 0, 0], 0.5)
 
 
+def test_an_infinite_number_that_an_optimizer_begins_with_is_no_bad_step():
+    """Lie: a bound of infinity in the optimizer's state, and no step is ever made."""
+    bound = optax.GradientTransformation(lambda w: jnp.float32(jnp.inf), lambda g, s, w: (g, s))
+    optimizer = optax.chain(bound, optax.sgd(1.0))
+    step = mt.train_step(lambda w, x: w * x, optimizer, devices=1, skip_nonfinite=True)
+    state, metrics = step(step.init(np.float32(1)), np.float32([0.25, 0.75]))
+    assert (float(metrics["skipped"]), float(state.params)) == (0, 0.5)
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"towers": 4}, pytest.param({"towers": 4, "shard_update": True}, marks=pytest.mark.slow)],
