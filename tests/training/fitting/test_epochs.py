@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import multitower as mt
+from multitower.training.fitting.epochs import steps_of_run
 
 X = np.arange(10, dtype=np.float32)
 
@@ -66,3 +67,18 @@ def test_the_size_of_an_epoch_is_asked_for():
         fit(np.float32(0), batches, epochs=0)
     with pytest.raises(mt.ArgumentError, match="steps_per_epoch=0"):
         fit(np.float32(0), by_hand, epochs=2, steps_per_epoch=0)
+
+
+def test_batches_that_are_asked_for_the_size_of_an_epoch_are_closed():
+    """Lie: the threads of a loader wait for a reader that never comes."""
+
+    class Stream:
+        steps_per_epoch = 2.5
+        is_closed = False
+
+        def close(self):
+            self.is_closed = True
+
+    stream = Stream()
+    assert steps_of_run(None, 2, None, lambda first: stream) == 5
+    assert stream.is_closed
