@@ -666,3 +666,12 @@ def test_results_of_one_call_are_on_the_same_devices():
         gradient, aux = mt.grad(losses, has_aux=True, devices=4, towers=towers)(jnp.float32(2), x)
         expected = (x**2).mean() * 8 * x.mean()
         np.testing.assert_allclose(gradient * aux["rows"].mean(), expected, rtol=1e-5)
+
+
+def test_a_ragged_batch_after_a_full_one_is_refused_as_the_first_one_is():
+    """Lie: a mean of means, as the program for the batch before does not look at rows."""
+    run = mt.value_and_grad(lambda w, x: (w * x).mean(), devices=1, towers=2)
+    x = np.arange(4, dtype=np.float32)
+    assert run(np.float32(1), x)[0] == x.mean()
+    with pytest.raises(mt.OutputError, match="scalar loss"):
+        run(np.float32(1), x[:3])

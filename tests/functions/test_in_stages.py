@@ -329,3 +329,18 @@ def test_it_compiles_once_for_each_shape():
     before = len(traces)
     infer(np.eye(4) + 1, X + 1)
     assert len(traces) == before
+
+
+def test_calls_of_another_kind_have_programs_of_their_own():
+    """Lie: the stages of the weights, the rows or the names that came first."""
+
+    def model(w, batch):
+        ((name, x),) = batch.items()
+        return mt.cut(jnp.tanh(x @ w[0])) @ w[1] * (2 if name == "twice" else 1)
+
+    run = mt.make_parallel(model, in_axes=(None, 0), devices=2, towers=2, stages=2)
+    x = np.ones((4, 3), np.float32)
+    narrow, wide = ((np.ones((3, n), np.float32), np.ones(n, np.float32)) for n in (1, 2))
+    calls = [(narrow, {"x": x}), (wide, {"x": x}), (wide, {"twice": x}), (wide, {"x": x > 0})]
+    for w, batch in calls:
+        np.testing.assert_allclose(run(w, batch), model(w, batch), rtol=1e-6)

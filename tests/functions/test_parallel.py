@@ -462,3 +462,11 @@ def test_dataclasses_that_check_their_arrays(towers):
     double = mt.make_parallel(lambda batch: Pair(2 * batch.x, batch.y), devices=2, towers=towers)
     np.testing.assert_array_equal(double(pairs[1]).x, 2 * rows)
     assert mt.check_parallel(loss, *pairs)
+
+
+def test_a_number_that_adapts_to_others_has_a_program_of_its_own():
+    """Lie: the dtype of the result is that of the call before."""
+    scaled = mt.make_parallel(lambda x, scale: x * scale, in_axes=(0, None), devices=1, towers=2)
+    x = jnp.ones(4, jnp.bfloat16)
+    for scale in (1.5, jnp.float32(1.5), 1.5):
+        assert scaled(x, scale).dtype == (x * scale).dtype

@@ -139,6 +139,31 @@ def test_parameters_of_another_shape_that_replace_others_are_cut_anew():
     np.testing.assert_allclose(state.params, w - 0.1 * gradient, rtol=1e-4)
 
 
+def test_model_states_of_other_shapes_take_turns():
+    """Lie: the programs for the model state of the state that came last."""
+
+    def loss(w, x, *, model_state):
+        return x @ w, {}, {"n": model_state["n"] + 1}
+
+    step = mt.train_step(loss, optax.sgd(0.1), towers=1, devices=1)
+    w, x = np.ones(3, np.float32), make_batch(4, 1)["x"]
+    states = [step.init(w, model_state={"n": np.zeros(size, np.float32)}) for size in (2, 3)]
+    for _ in range(2):
+        states = [step(state, x)[0] for state in states]
+    assert [state.model_state["n"].tolist() for state in states] == [[2, 2], [2, 2, 2]]
+
+
+def test_numbers_of_other_dtypes_take_turns():
+    """Lie: the program for the number of the batch that came first."""
+    step, state = make(towers=1, devices=1)
+    for scale in (np.float32(2), np.float32(2), np.int32(3), np.int32(3), 2.5):
+        batch = {**make_batch(8, 1), "scale": scale}
+        w = np.asarray(state.params["w"])
+        state, metrics = step(state, batch)
+        wanted = (scale * (batch["x"] @ w - batch["y"]) ** 2).mean()
+        np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
+
+
 def test_batches_of_other_names_take_turns():
     """Lie: the rows by the names that came first, and what is known of the loss of those."""
     scale = {"once": 1.0, "twice": 2.0, "mean": 3.0}

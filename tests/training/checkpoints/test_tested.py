@@ -59,7 +59,7 @@ class Buffered:
 def test_the_last_test_phase_is_made_again_if_it_has_written_into_the_state(
     writes, times, tmp_path
 ):
-    """Lies: what the last phase wrote is lost by a resume; hooks keep what a resume does not say."""
+    """Lies: a resume loses what the last phase wrote; hooks keep what a resume does not say."""
     hook, phases = Buffered(), []
     trainer = mt.Trainer(
         lambda p, x: p["w"] * x, optax.sgd(0.1), devices=1, run_dir=tmp_path, hooks=hook

@@ -171,3 +171,19 @@ def test_what_early_stopping_needs_is_said():
     for options in ({"patience": 0}, {"patience": 1.5}, {"min_delta": -1}, {"best": "most"}):
         with pytest.raises(mt.ArgumentError, match=next(iter(options))):
             mt.EarlyStopping("loss", **options)
+
+
+def test_a_run_that_stopped_at_its_last_step_says_so_again(tmp_path):
+    """Lie: resumed, it has just ended."""
+    x = np.ones(2, np.float32)
+    trainer = mt.Trainer(
+        lambda w, x: w * x, optax.sgd(0.1), devices=1, run_dir=tmp_path, hooks=[],
+        early_stopping=mt.EarlyStopping("x", patience=1),
+    )  # fmt: skip
+    phase = lambda state: trainer.evaluate(lambda w, x: {"x": x}, state, x, global_batch=2)
+    for resume in (False, True):
+        trainer.fit(
+            np.float32(0), lambda first: iter([x, x]), steps=2, resume=resume,
+            evaluate=phase, evaluate_every=1,
+        )  # fmt: skip
+        assert (trainer.stopped or "").startswith("early stopping after step 2")
