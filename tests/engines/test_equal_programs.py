@@ -8,6 +8,7 @@ import pytest
 
 import multitower as mt
 from multitower.engines.equal_programs import EqualPrograms
+from multitower.engines.executable import settings, signature
 from multitower.stages import programs
 from processes import run_python
 
@@ -60,6 +61,7 @@ def test_a_number_that_adapts_to_other_dtypes_is_another_program():
 WITH_ARRAYS = """
 import jax, numpy as np
 from multitower.engines.equal_programs import EqualPrograms
+from multitower.engines.executable import settings, signature
 
 equal, shape = EqualPrograms(), jax.ShapeDtypeStruct((64,), np.float32)
 large = np.arange(64.0 * 64, dtype="f").reshape(64, 64)
@@ -139,3 +141,29 @@ def test_a_callback_is_not_taken_for_another():
     program = lambda x: calling(np.cos)(mt.cut(calling(np.sin)(x)))
     found = mt.make_parallel(program, devices=1, towers=2, stages=2)(X)
     np.testing.assert_allclose(found, np.cos(np.sin(X)), rtol=1e-6)
+
+
+SETTINGS = {
+    "jax_accurate_erf_inv": True,
+    "jax_default_matmul_precision": "highest",
+    "jax_default_prng_impl": "rbg",
+    "jax_enable_x64": True,
+    "jax_high_dynamic_range_gumbel": True,
+    "jax_numpy_dtype_promotion": "strict",
+    "jax_random_seed_offset": 1,
+    "jax_threefry_partitionable": False,
+}
+
+
+@pytest.mark.parametrize("name", [name for name in SETTINGS if hasattr(jax.config, name)])
+def test_a_setting_that_changes_results_is_in_the_key_of_a_program(name):
+    """Lie: the program that was compiled under another setting of JAX."""
+    before, kept = (settings(), signature(X)), getattr(jax.config, name)
+    jax.config.update(name, SETTINGS[name])
+    try:
+        now = settings(), signature(X)
+    finally:
+        jax.config.update(name, kept)
+    assert now[0] != before[0]
+    assert now[1] != before[1]
+    assert (settings(), signature(X)) == before

@@ -210,6 +210,9 @@ def test_a_scan_over_layers_keeps_each_layer_with_its_stage(copies):
     close(infer(stack, x), net(np.asarray(stack), x))
     assert held_bytes((2, 11, 11)) == dict.fromkeys(range(3), 2 * 11 * 11 * 4)
     assert copies.during(lambda: infer(stack, x))[1] == 0
+    # The lie: of several stages on a device, all have the layers of the first one.
+    on_one = mt.make_parallel(net, (None, 0), towers=2, stages=3, devices=1)
+    close(on_one(stack, x), net(np.asarray(stack), x))
 
 
 @pytest.mark.slow

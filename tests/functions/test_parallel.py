@@ -470,3 +470,14 @@ def test_a_number_that_adapts_to_others_has_a_program_of_its_own():
     x = jnp.ones(4, jnp.bfloat16)
     for scale in (1.5, jnp.float32(1.5), 1.5):
         assert scaled(x, scale).dtype == (x * scale).dtype
+
+
+def test_calls_with_other_names_have_programs_of_their_own():
+    """Lie: the rows by the names that came first."""
+
+    def scaled(batch):
+        ((name, x),) = batch.items()
+        return x * (2 if name == "twice" else 1)
+
+    run, x = mt.make_parallel(scaled, devices=1, towers=2), np.ones(4, np.float32)
+    assert [run({name: x}).sum() for name in ("once", "twice", "once")] == [4, 8, 4]

@@ -139,25 +139,35 @@ def test_parameters_of_another_shape_that_replace_others_are_cut_anew():
     np.testing.assert_allclose(state.params, w - 0.1 * gradient, rtol=1e-4)
 
 
-def test_model_states_of_other_shapes_take_turns():
+@pytest.mark.parametrize(
+    "options", [{"towers": 1}, {"shard_params": True}, {"towers": 1, "updates": "asynchronous"}],
+    ids=str,
+)  # fmt: skip
+def test_model_states_of_other_kinds_take_turns(options):
     """Lie: the programs for the model state of the state that came last."""
 
     def loss(w, x, *, model_state):
-        return x @ w, {}, {"n": model_state["n"] + 1}
+        return x @ w, {}, {name: leaf + 1 for name, leaf in model_state.items()}
 
-    step = mt.train_step(loss, optax.sgd(0.1), towers=1, devices=1)
+    step = mt.train_step(loss, optax.sgd(0.1), devices=1, **options)
     w, x = np.ones(3, np.float32), make_batch(4, 1)["x"]
-    states = [step.init(w, model_state={"n": np.zeros(size, np.float32)}) for size in (2, 3)]
+    kinds = [("n", 2), ("n", 3), ("m", 3)]
+    states = [step.init(w, model_state={n: np.zeros(size, np.float32)}) for n, size in kinds]
     for _ in range(2):
         states = [step(state, x)[0] for state in states]
-    assert [state.model_state["n"].tolist() for state in states] == [[2, 2], [2, 2, 2]]
+    assert [state.model_state[n].tolist() for state, (n, _) in zip(states, kinds, strict=True)] == [
+        [2] * size for _, size in kinds
+    ]
 
 
-def test_numbers_of_other_dtypes_take_turns():
-    """Lie: the program for the number of the batch that came first."""
-    step, state = make(towers=1, devices=1)
-    for scale in (np.float32(2), np.float32(2), np.int32(3), np.int32(3), 2.5):
+@pytest.mark.parametrize("options", [{}, {"updates": "asynchronous"}], ids=str)
+def test_numbers_and_rows_of_other_dtypes_take_turns(options):
+    """Lie: the program for the numbers or the rows of the batch that came first."""
+    step, state = make(towers=1, devices=1, **options)
+    kinds = [("f", np.float32(2))] * 2 + [("f", np.int32(3))] * 2 + [("f", 2.5), ("e", 2.5)]
+    for dtype, scale in kinds:
         batch = {**make_batch(8, 1), "scale": scale}
+        batch["x"] = batch["x"].astype(dtype)
         w = np.asarray(state.params["w"])
         state, metrics = step(state, batch)
         wanted = (scale * (batch["x"] @ w - batch["y"]) ** 2).mean()

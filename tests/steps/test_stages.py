@@ -658,3 +658,33 @@ def test_what_is_joined_from_stages_cannot_be_written_into():
     whole = _side_by_side([np.zeros(2), np.ones(2)], {0: (0, 2), 1: (2, 4)})
     with pytest.raises(ValueError, match="read-only"):
         whole[0] = 1
+
+
+def test_a_skipped_step_keeps_the_optimizers_count_and_the_model_state():
+    """Lie: what belongs to no stage is chosen by the program for something else."""
+
+    def loss(params, x, *, model_state):
+        hidden = mt.cut(jnp.tanh(x @ params[0]))
+        return (hidden @ params[1]) ** 2, {}, {"n": model_state["n"] + 1}
+
+    step = mt.train_step(loss, optax.adam(0.1), devices=1, towers=1, stages=2, skip_nonfinite=True)
+    params = [np.ones((3, 2), np.float32), np.ones(2, np.float32)]
+    state = step.init(params, model_state={"n": np.float32(0)})
+    for factor in (1, np.nan, 1):
+        state, _ = step(state, np.full((2, 3), factor, np.float32))
+    assert (int(state.opt_state[0].count), float(state.model_state["n"])) == (2, 2)
+
+
+def test_layers_of_a_loop_that_runs_backwards_come_back_in_their_order():
+    """Lie: the layers of the first stage, which are the last ones, come first."""
+
+    def loss(stack, x):
+        h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, stack, reverse=True)
+        return h.sum(1)
+
+    draw = np.random.default_rng(0)
+    stack, x = (draw.normal(size=size).astype(np.float32) for size in ((4, 3, 3), (2, 3)))
+    step = mt.train_step(loss, optax.sgd(0.1), devices=1, towers=1, stages=2)
+    state, _ = step(step.init(stack), x)
+    gradient = jax.grad(lambda stack: loss(stack, x).mean())(stack)
+    np.testing.assert_allclose(state.params, stack - 0.1 * gradient, rtol=1e-4)
