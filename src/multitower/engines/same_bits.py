@@ -101,14 +101,14 @@ class Programs:
         add: adds two towers' sums; empty if nothing is added on a device.
         finish: the finish program; empty if there are no sums.
         meets: where towers meet, for messages; None if they do not.
-        numbers: the numbers that these programs take, by (rows of a tower, rows of the batch).
+        numbers: the numbers that these programs take, by the rows of a batch.
     """
 
     tower: list[Compiled] | Exchanges
     add: list[Compiled]
     finish: list[Compiled]
     meets: str | None
-    numbers: dict[tuple[int, int], _Numbers] = field(default_factory=dict)
+    numbers: dict[int, _Numbers] = field(default_factory=dict)
 
 
 class SameBits:
@@ -198,16 +198,15 @@ class SameBits:
 
     def _numbers(self, programs: Programs, rows: TowerRows) -> _Numbers:
         """The number arguments of the programs for rows like these; copied to the devices once."""
-        key = (rows.tower_rows, rows.num_rows)
-        if key not in programs.numbers:
+        if rows.num_rows not in programs.numbers:
             devices, of_tower = self._totals.devices, self._whole_numbers.of_tower
             here = {
                 turn.tower: of_tower(devices[turn.i], rows, turn.tower)
                 for turn in self._totals.turns
             }
             scales = [jax.device_put(scale_of(rows), device) for device in devices]
-            programs.numbers[key] = _Numbers(here, scales)
-        return programs.numbers[key]
+            programs.numbers[rows.num_rows] = _Numbers(here, scales)
+        return programs.numbers[rows.num_rows]
 
     def _programs(
         self, shared: Shared, rows: Sequence[TowerRows], made_by: Programs | None

@@ -42,7 +42,7 @@ def fingerprint(tree: Any) -> str:
         little = (
             value.astype(value.dtype.newbyteorder("<")) if value.dtype.kind in "iufc" else value
         )
-        digest.update(np.ascontiguousarray(little).tobytes())
+        digest.update(little.tobytes())  # in C order, wherever its elements lie
     return digest.hexdigest()
 
 
