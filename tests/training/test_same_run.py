@@ -12,7 +12,12 @@ import pytest
 
 import multitower as mt
 from multitower.training.hyperparameters import use_edited
-from multitower.training.same_run import check_same_run, describe_run
+from multitower.training.same_run import (
+    BatchRows,
+    check_same_run,
+    describe_arrays,
+    describe_run,
+)
 
 X = np.linspace(-1, 1, 16, dtype=np.float32)
 
@@ -347,3 +352,42 @@ def test_law_l4_a_run_that_goes_on_with_a_ragged_batch(cut, tmp_path):
     wanted = mt.fingerprint(fit(tmp_path / "whole", 6))
     fit(tmp_path / "stopped", cut)
     assert mt.fingerprint(fit(tmp_path / "stopped", 6, resume=True)) == wanted
+
+
+def test_another_version_of_jax_may_trace_another_program():
+    """Lie: after an upgrade no run goes on."""
+    run = lambda checksum, version: {
+        "optimizer": {"sha256": checksum, "numbers": []},
+        "versions": {"jax": version},
+        **describe_arrays(()),
+    }
+    check_same_run(run("a", "0.10"), run("b", "0.12"), "runs/1")
+    with pytest.raises(mt.RunError, match="holds a run with another optimizer"):
+        check_same_run(run("a", "0.12"), run("b", "0.12"), "runs/1")
+
+
+def test_the_state_that_an_optimizer_begins_with_counts():
+    """Lie: two optimizers are one, as they make the same updates of their states."""
+    as_it_is = lambda gradients, state, params=None: (gradients, state)
+    zeros, ones = (
+        describe_run(optax.GradientTransformation(init, as_it_is), np.float32(0), {})
+        for init in (jnp.zeros_like, jnp.ones_like)
+    )
+    with pytest.raises(mt.RunError, match="another first optimizer state"):
+        check_same_run(zeros, ones, "runs/1")
+
+
+def test_the_largest_batch_counts_whenever_it_comes():
+    """Lies: only the first two batches count; after a small one, the run is another one."""
+    run = {}
+    rows = BatchRows(run, {})
+    for num_rows in (4, 4, 8, 4):
+        rows.see(num_rows)
+    kept = {}
+    again = BatchRows(kept, run)
+    assert again.wanted == 8
+    assert kept == run  # also in a checkpoint before the next full batch
+    again.see(3)
+    again.see(8)
+    with pytest.raises(mt.RunError, match="batches of 8 rows, this one has 9"):
+        again.see(9)
