@@ -39,7 +39,17 @@ _R = TypeVar("_R")
 
 
 class MultitowerError(Exception):
-    """Base of every error that multitower raises."""
+    """Base of every error that multitower raises.
+
+    Example:
+        >>> import numpy as np
+        >>> import multitower as mt
+        >>> try:
+        ...     mt.shard(np.zeros((0, 2)))
+        ... except mt.MultitowerError as error:
+        ...     print(type(error).__name__, isinstance(error, ValueError))
+        BatchError True
+    """
 
 
 class ConfigurationError(MultitowerError, RuntimeError):
@@ -89,8 +99,21 @@ class RunError(MultitowerError, ValueError):
 class Interrupted(MultitowerError, InterruptedError):  # noqa: N818 (nothing went wrong)
     """A run was asked to stop: it finished its step, saved its state, and can be resumed.
 
-    Attributes:
-        signal: the number of the signal, such as `signal.SIGTERM`.
+    Args:
+        message: what was done before the run ended.
+        signal: the number of the signal, such as `signal.SIGTERM`; it is kept as an attribute.
+
+    Example:
+        >>> import signal
+        >>> import multitower as mt
+        >>> def train():
+        ...     raise mt.Interrupted("stopped after step 3, which is saved.", signal.SIGTERM)
+        >>> try:
+        ...     train()
+        ... except mt.Interrupted as stopped:
+        ...     exit_code = 128 + stopped.signal  # as shells number them
+        >>> exit_code
+        143
     """
 
     def __init__(self, message: str, signal: int) -> None:
@@ -99,7 +122,18 @@ class Interrupted(MultitowerError, InterruptedError):  # noqa: N818 (nothing wen
 
 
 class MultitowerWarning(UserWarning):
-    """The program runs, but probably not as you intended."""
+    """The program runs, but probably not as you intended.
+
+    Example:
+        >>> import warnings, optax
+        >>> import multitower as mt
+        >>> losses = lambda w, x: (w - x) ** 2
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", mt.MultitowerWarning)  # each becomes an error
+        ...     mt.train_step(losses, optax.sgd(0.1), devices=4, towers=2)
+        Traceback (most recent call last):
+        multitower.MultitowerWarning: ...
+    """
 
 
 def install_command(*packages: str) -> str:

@@ -28,6 +28,13 @@ class Problem(NamedTuple):
         output: the result that is wrong, such as `output[0]['loss']`.
         where: the operation and the line that it comes from, if they were found.
         message: what is wrong, and what to do.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import multitower as mt
+        >>> check = mt.check_parallel(lambda w, x: jnp.sum((x * w) ** 2), 1.0, jnp.arange(4.0))
+        >>> check.problems[0].kind, check.problems[0].output
+        ('sum', 'output')
     """
 
     kind: Kind
@@ -48,6 +55,14 @@ class ParallelCheck:
         problems: the problems that were found.
         num_rows: the number of rows that the function was tried with.
         num_towers: the number of towers that these were cut into.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import multitower as mt
+        >>> check = mt.check_parallel(lambda w, x: (x * w) ** 2, 1.0, jnp.arange(4.0), towers=2)
+        >>> bool(check), check.problems, check.num_rows, check.num_towers
+        (True, (), 4, 2)
+        >>> check.raise_if_wrong()
     """
 
     problems: tuple[Problem, ...]

@@ -38,6 +38,16 @@ class PlannedLayout:
         estimated: whether the activations are those of a program compiled for fewer devices.
         note: a remark about this layout, or "".
         refused: whether `train_step` refuses so many rows with it; a note of the plan says why.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> import multitower as mt
+        >>> given = (lambda w, x: (x @ w) ** 2, optax.sgd(0.1), jnp.ones(64), jnp.ones((8, 64)))
+        >>> layout = mt.plan(*given, devices=1, towers=1).layouts[0]
+        >>> layout.options, layout.memory["parameters"], layout.sent_bytes
+        ({'devices': 1}, 256, 0)
+        >>> layout.fits(1024**2)
+        True
     """
 
     options: dict[str, Any]
@@ -54,7 +64,8 @@ class PlannedLayout:
     def fits(self, memory_bytes: int | None) -> bool:
         """Whether a step takes it, and it fits into this much memory on a device.
 
-        If `memory_bytes` is None, it fits.
+        Args:
+            memory_bytes: memory of one device, in bytes; None for enough.
         """
         return not self.refused and (memory_bytes is None or self.total_bytes <= memory_bytes)
 

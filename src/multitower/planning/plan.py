@@ -148,6 +148,20 @@ class Plan:
         machines: the number of machines.
         notes: sentences about layouts that are left out, and why.
         limits: a sentence about what stops scaling with more devices, and beyond how many.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> import multitower as mt
+        >>> shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
+        >>> losses = lambda w, x: (x @ w) ** 2
+        >>> given = (losses, optax.sgd(0.1), shape(64), shape(8, 64))
+        >>> found = mt.plan(*given, devices=1, towers=1, memory="1MiB")
+        >>> [layout.options for layout in found.fits]
+        [{'devices': 1}, {'devices': 1, 'towers': 1}]
+        >>> found.num_rows, found.on(devices=4).num_rows
+        (8, 32)
+        >>> found.to_dict()["layouts"][0]["fits"]
+        True
     """
 
     layouts: list["PlannedLayout"]
@@ -193,7 +207,11 @@ class Plan:
         return advise(self.layouts, self.memory_bytes)
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as a dict of JSON values."""
+        """Returns the plan as a dict of JSON values.
+
+        Returns:
+            The attributes, `"advice"`, and each layout with `"fits"`: whether it fits.
+        """
         return {
             "num_rows": self.num_rows,
             "num_parameters": self.num_parameters,

@@ -18,6 +18,14 @@ class DataSets(NamedTuple):
     Attributes:
         train: a pytree of NumPy arrays with one row per example on axis 0.
         test: the same, with examples that are not used in training.
+
+    Example:
+        >>> import numpy as np
+        >>> from multitower.recipes.definition import DataSets
+        >>> rows = np.arange(10.0, dtype=np.float32)
+        >>> sets = DataSets(train={"x": rows[:8]}, test={"x": rows[8:]})
+        >>> sets.test["x"].tolist()
+        [8.0, 9.0]
     """
 
     train: Any
@@ -140,7 +148,10 @@ class Recipe:
                 ) from None
 
     def load(self) -> DataSets:
-        """Calls `data`, and looks at what it returns.
+        """Makes the data sets: calls `data`, and looks at what it returns.
+
+        Returns:
+            The data sets.
 
         Raises:
             ArgumentError: it is no `DataSets`.

@@ -44,6 +44,15 @@ def sample(
         RunError: the recipe is not a language model, the prompt is empty or too long for it, or a
             number is out of range.
         CheckpointError: there is no checkpoint, or it cannot be read.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from multitower.recipes.catalog import find_recipe
+        >>> from multitower.runs.options import RunOptions
+        >>> from multitower.runs.sample import sample
+        >>> sample(find_recipe("digits"), RunOptions(), Path("runs/a"), "To be, or")
+        Traceback (most recent call last):
+        multitower.RunError: runs/a is a run of the recipe digits, which writes no text. ...
     """
     if recipe.generate is None:
         raise RunError(

@@ -217,6 +217,15 @@ def score(
     Raises:
         CheckpointError: there is no checkpoint, or it cannot be read.
         MultitowerError: as for `Trainer.evaluate`.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from multitower.recipes.catalog import find_recipe
+        >>> from multitower.runs.options import RunOptions
+        >>> from multitower.runs.train import score
+        >>> score(find_recipe("digits"), RunOptions(devices=1), Path("nowhere"))
+        Traceback (most recent call last):
+        multitower.CheckpointError: ...nowhere/checkpoints does not exist: ...
     """
     job = RecipeJob.of(recipe, options, directory.absolute(), keep_best=False)
     state = job.trainer.restore(**job.first_state(), best=best)

@@ -25,6 +25,15 @@ class TowerRows:
         placement: which device runs which tower.
         num_rows: the number of real rows; the rows after them, in the last towers, are copies.
         sample: the bytes of a few rows, to compare between processes; empty if it is not needed.
+
+    Example:
+        >>> import numpy as np
+        >>> import multitower as mt
+        >>> rows = mt.shard(np.arange(5.0), towers=3, devices=2)
+        >>> rows.shape, rows.tower_rows, rows.pieces[2].tolist()
+        ((5,), 2, [4.0, 0.0])
+        >>> np.asarray(rows).tolist()
+        [0.0, 1.0, 2.0, 3.0, 4.0]
     """
 
     pieces: tuple[jax.Array | None, ...]
@@ -58,7 +67,14 @@ class TowerRows:
         return self.piece.dtype
 
     def counts(self, tower: int) -> tuple[int, int, int]:
-        """A tower's number, how many real rows it has, and how many all towers have."""
+        """How many real rows a tower has.
+
+        Args:
+            tower: its number, from 0.
+
+        Returns:
+            Its number, how many real rows it has, and how many all towers have.
+        """
         real = min(max(self.num_rows - tower * self.tower_rows, 0), self.tower_rows)
         return tower, real, self.num_rows
 
@@ -68,7 +84,10 @@ class TowerRows:
         return joined[: self.num_rows].astype(dtype or self.dtype)
 
     def whole(self) -> jax.Array:
-        """The real rows, on the device of the first tower.
+        """Brings the real rows together, on the device of the first tower.
+
+        Returns:
+            The array that was cut, shape (num_rows, ...).
 
         Raises:
             BatchError: some of them are in other processes.

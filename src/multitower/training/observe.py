@@ -40,10 +40,9 @@ class MetricsFile:
         >>> import tempfile
         >>> from pathlib import Path
         >>> import multitower as mt
-        >>> from multitower.training.progress import Progress
         >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
         >>> with mt.MetricsFile(path) as hook:
-        ...     hook(Progress("train", 1, 9, {"loss": 0.5}))
+        ...     hook(mt.Progress("train", 1, 9, {"loss": 0.5}))
         >>> print(path.read_text().strip())
         {"phase": "train", "step": 1, "loss": 0.5}
     """
@@ -150,11 +149,12 @@ class EventFiles:
     Example:
         >>> import tempfile
         >>> from pathlib import Path
+        >>> import numpy as np
         >>> import multitower as mt
-        >>> from multitower.training.progress import Progress
         >>> directory = Path(tempfile.mkdtemp())
         >>> with mt.EventFiles(directory) as hook:
-        ...     hook(Progress("train", 1, 9, {"loss": 0.5}))
+        ...     hook(mt.Progress("train", 1, 9, {"loss": 0.5}))
+        ...     hook.add_images("inputs", np.zeros((2, 8, 8, 1), np.uint8), step=0)
         >>> [path.name for path in directory.iterdir()]
         ['train']
     """
@@ -213,6 +213,9 @@ class EventFiles:
             name: the tag in TensorBoard.
             images: uint8 or float in [0, 1], shape (rows, height, width, channels).
             step: updates made.
+
+        Raises:
+            RunError: they, or an earlier point, could not be written.
         """
         if not is_first():
             return

@@ -33,6 +33,14 @@ class Progress:
         state: the state that was evaluated, in the phase `"test"`; None in the phase `"train"`.
         epoch: passes over the data made so far, such as 2.5; None if the steps of an epoch are not
             known (see `steps_per_epoch` of `Trainer.fit`).
+
+    Example:
+        >>> import multitower as mt
+        >>> def hook(progress):  # for mt.Trainer(..., hooks=[hook])
+        ...     if progress.phase == "test":
+        ...         print(f"step {progress.step}: {progress.metrics['accuracy']:.1%}")
+        >>> hook(mt.Progress("test", 50, 100, {"accuracy": 0.975}))
+        step 50: 97.5%
     """
 
     phase: Literal["train", "test"]

@@ -313,6 +313,16 @@ class Trainer:
                 checkpoints are of a run with other settings; another run uses `run_dir`; or the
                 iterator of batches ended before `steps`. The steps so far are then saved, with a
                 `run_dir` and one process; as they are if the iterator raises an error of its own.
+
+        Example:
+            >>> import jax.numpy as jnp, numpy as np, optax
+            >>> import multitower as mt
+            >>> losses = lambda w, batch: (w - batch["x"]) ** 2
+            >>> data = {"x": np.full(16, 3.0, np.float32)}
+            >>> batches = lambda first: mt.make_batches(data, global_batch=8, seed=0, first=first)
+            >>> trainer = mt.Trainer(losses, optax.sgd(0.1), towers=8, hooks=[])
+            >>> int(trainer.fit(jnp.float32(0.0), batches, epochs=1.5).step)
+            3
         """
         from multitower.towers.same_call import check_alike  # noqa: PLC0415 (likewise)
         from multitower.training.checkpoints.about import check_about  # noqa: PLC0415 (importing stays quick)
@@ -377,6 +387,16 @@ class Trainer:
         Raises:
             CheckpointError: there is no run directory, no checkpoint, or it cannot be read.
             RunError: an Equinox module has other integers, flags or keys than that of the run.
+
+        Example:
+            >>> import itertools, tempfile, jax.numpy as jnp, numpy as np, optax
+            >>> import multitower as mt
+            >>> losses, zero = (lambda w, x: (w - x) ** 2), jnp.float32(0.0)
+            >>> with tempfile.TemporaryDirectory() as run_dir:
+            ...     trainer = mt.Trainer(losses, optax.sgd(0.1), run_dir=run_dir, hooks=[])
+            ...     _ = trainer.fit(zero, lambda first: itertools.repeat(np.ones(8)), steps=2)
+            ...     int(trainer.restore(zero).step)
+            2
         """
         if self._directory is None:
             raise CheckpointError("this trainer keeps no checkpoints: give it a run_dir.")
@@ -412,6 +432,16 @@ class Trainer:
         Raises:
             ArgumentError: `ema=True`, and there is no moving average.
             StateError: it is not a state.
+
+        Example:
+            >>> import itertools, jax.numpy as jnp, numpy as np, optax
+            >>> import multitower as mt
+            >>> losses = lambda w, x: (w - x) ** 2
+            >>> trainer = mt.Trainer(losses, optax.sgd(0.5), ema_decay=0.5, hooks=[])
+            >>> ones = lambda first: itertools.repeat(np.ones(8))
+            >>> state = trainer.fit(jnp.float32(0.0), ones, steps=1)
+            >>> float(trainer.model(state)), float(trainer.model(state, ema=False))
+            (0.5, 1.0)
         """
         check_is_state(
             state,
@@ -457,6 +487,17 @@ class Trainer:
 
         Raises:
             MultitowerError: as `multitower.evaluate`.
+
+        Example:
+            >>> import itertools, jax.numpy as jnp, numpy as np, optax
+            >>> import multitower as mt
+            >>> losses = lambda w, x: (w - x) ** 2
+            >>> trainer = mt.Trainer(losses, optax.sgd(0.5), hooks=[])
+            >>> ones = lambda first: itertools.repeat(np.ones(8))
+            >>> state = trainer.fit(jnp.float32(0.0), ones, steps=1)
+            >>> errors = lambda w, x: {"error": jnp.abs(w - x)}
+            >>> trainer.evaluate(errors, state, np.arange(5, dtype=np.float32), global_batch=2)
+            {'error': 1.4}
         """
         from multitower.training.scoring.as_trained import scored_as_trained  # noqa: PLC0415 (importing stays quick)
 
@@ -505,6 +546,16 @@ class Trainer:
 
         Raises:
             MultitowerError: as `multitower.predict`.
+
+        Example:
+            >>> import itertools, jax.numpy as jnp, numpy as np, optax
+            >>> import multitower as mt
+            >>> losses = lambda w, x: (w - x) ** 2
+            >>> trainer = mt.Trainer(losses, optax.sgd(0.5), hooks=[])
+            >>> ones = lambda first: itertools.repeat(np.ones(8))
+            >>> state = trainer.fit(jnp.float32(0.0), ones, steps=1)
+            >>> trainer.predict(lambda w, x: w * x, state, np.arange(3.0), global_batch=2).tolist()
+            [0.0, 1.0, 2.0]
         """
         from multitower.training.console import shown_rows  # noqa: PLC0415 (importing stays quick)
         from multitower.training.scoring.as_trained import scored_as_trained  # noqa: PLC0415 (likewise)

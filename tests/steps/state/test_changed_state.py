@@ -253,6 +253,13 @@ def test_python_numbers_in_replace_are_those_of_init(way):
     jax.tree.map(np.testing.assert_array_equal, *found)
 
 
+def test_a_misspelt_attribute_in_replace_is_named():
+    """Lie: the words of a named tuple, "unexpected field names", for a misspelt attribute."""
+    _, state = make("fast")
+    with pytest.raises(mt.ArgumentError, match=r"no attribute 'param'. Did you mean 'params'"):
+        state.replace(param=state.params)
+
+
 def weak_optimizer():
     """Its state holds numbers that adapt to other dtypes, as Python's do: from init, and after."""
 

@@ -85,6 +85,11 @@ def download_cifar10(directory: Path, progress: Progress | None = None) -> Path:
     Raises:
         DataError: the download fails, or the file is not the expected one; the message says how to
             download it by hand.
+
+    Example:
+        >>> from multitower.data.datasets.cifar10 import download_cifar10, read_cifar10
+        >>> from multitower.data.datasets.download import cache_directory
+        >>> train, test = read_cifar10(download_cifar10(cache_directory("c")))  # doctest: +SKIP
     """
     download(ARCHIVE, directory, progress)
     return directory

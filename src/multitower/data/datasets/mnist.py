@@ -68,6 +68,11 @@ def download_mnist(directory: Path, progress: Progress | None = None) -> Path:
     Raises:
         DataError: a download fails, or a file is not the expected one; the message says how to
             download it by hand.
+
+    Example:
+        >>> from multitower.data.datasets.download import cache_directory
+        >>> from multitower.data.datasets.mnist import download_mnist, read_mnist
+        >>> train, test = read_mnist(download_mnist(cache_directory("mnist")))  # doctest: +SKIP
     """
     for file in FILES:
         download(file, directory, progress)

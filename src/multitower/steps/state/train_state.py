@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from multitower.errors import ArgumentError, StateError
+from multitower.errors import ArgumentError, StateError, did_you_mean, listed
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.kept import KeptState
 from multitower.towers.refusals import is_state_of_linen, refuse_keras_model
@@ -92,6 +92,8 @@ class TrainState:
         >>> state = step.init(jnp.float32(0.0))
         >>> int(state.step), float(state.params)
         (0, 0.0)
+        >>> float(state.replace(params=jnp.float32(2.0)).params)
+        2.0
     """
 
     __slots__ = ("kept",)
@@ -143,7 +145,23 @@ class TrainState:
         """Returns a state with some attributes replaced, like `dataclasses.replace`.
 
         With `sync_every`, every tower gets new parameters and a new model state, too.
+
+        Args:
+            **changes: new values, by name of the attribute.
+
+        Returns:
+            A state of the same model, for the step of this one.
+
+        Raises:
+            ArgumentError: there is no such attribute.
+            StateError: a step has overwritten this state.
         """
+        for name in changes:
+            if name not in Fields._fields:
+                raise ArgumentError(
+                    f"state.replace({name}=...): a TrainState has no attribute {name!r}. "
+                    f"{did_you_mean(name, Fields._fields)}There are: {listed(Fields._fields)}."
+                )
         return TrainState(self.kept.replaced(changes))
 
     def block_until_ready(self) -> "TrainState":
@@ -151,6 +169,9 @@ class TrainState:
 
         It copies nothing. With `shard_update`, `jax.block_until_ready(state)` would first put the
         optimizer state and the average together on every device.
+
+        Raises:
+            StateError: a step has overwritten this state.
         """
         jax.block_until_ready(self.kept.parts() or self.kept.fields())  # host-device sync
         return self

@@ -59,7 +59,10 @@ class Checkpoints:
         >>> with mt.Checkpoints(tempfile.mkdtemp()) as checkpoints:
         ...     checkpoints.save(7, step.init(jnp.float32(3.0)), {"seed": 0})
         ...     checkpoints.wait()
+        ...     numbers, newest = checkpoints.steps(), checkpoints.newest_about()
         ...     restored = checkpoints.restore(like=step.init(jnp.float32(0.0)))
+        >>> numbers, newest
+        ([7], (7, {'seed': 0}))
         >>> restored.step, float(restored.state.params), restored.about
         (7, 3.0, {'seed': 0})
 
@@ -146,6 +149,9 @@ class Checkpoints:
                 Damaged checkpoints are renamed to `damaged-<step>`, not deleted; with `read_only`
                 they are left as they are.
 
+        Returns:
+            A `Restored`: the number of the checkpoint, the state, and what was saved about it.
+
         Raises:
             CheckpointError: there is no such checkpoint; it is damaged; or it was saved with
                 another model or optimizer.
@@ -202,8 +208,14 @@ class Checkpoints:
     def about_of(self, step: int) -> dict[str, Any]:
         """Reads the JSON values that were saved with a state, without the state.
 
+        Args:
+            step: the number of the checkpoint.
+
+        Returns:
+            The values.
+
         Raises:
-            CheckpointError: they cannot be read.
+            CheckpointError: there is no such checkpoint, or they cannot be read.
         """
         return self._entry(step, "about")
 
@@ -213,8 +225,14 @@ class Checkpoints:
         After `restore` they are those that were read with the state: a run may have replaced this
         checkpoint since.
 
+        Args:
+            step: the number of the checkpoint.
+
+        Returns:
+            The JSON values that were passed to `save` as `run`.
+
         Raises:
-            CheckpointError: it cannot be read.
+            CheckpointError: there is no such checkpoint, or it cannot be read.
         """
         return self._runs[step] if step in self._runs else self._entry(step, "run")
 
