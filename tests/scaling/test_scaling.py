@@ -270,7 +270,7 @@ def test_stages_are_measured_as_a_whole_and_each_program_alone(tmp_path):
 @pytest.mark.slow
 def test_a_slow_part_is_found(monkeypatch):
     """Lie: time of one part shown in another."""
-    reduced, pause = totals.Totals.reduced, 0.04
+    reduced, pause = totals.Totals._reduced, 0.04
 
     def slow(*args):
         time.sleep(pause)
@@ -280,7 +280,7 @@ def test_a_slow_part_is_found(monkeypatch):
         time.sleep(pause)
         return batch
 
-    monkeypatch.setattr(totals.Totals, "reduced", slow)
+    monkeypatch.setattr(totals.Totals, "_reduced", slow)
     recipe = replace(RECIPE, distort=slow_input)
     how = replace(STRONG, steps=3)
     split = scale(recipe, RunOptions(towers=2, global_batch=4), [1], how)["strong"][0]["split"]

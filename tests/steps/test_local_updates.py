@@ -284,8 +284,8 @@ def test_between_meetings_no_program_spans_devices(monkeypatch):
     state, _ = step(state, batch(0))
     (runner,) = step._makers.newest.runners.values()
     meeting = runner._meeting
-    calls, reduced = [], meeting.totals.reduced
-    monkeypatch.setattr(meeting.totals, "reduced", lambda *args: calls.append(1) or reduced(*args))
+    calls, reduced = [], meeting.totals._reduced
+    monkeypatch.setattr(meeting.totals, "_reduced", lambda *args: calls.append(1) or reduced(*args))
     met = []
     for number in (1, 2, 3):
         state, _ = step(state, batch(number))

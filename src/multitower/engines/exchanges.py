@@ -105,9 +105,9 @@ class Exchanges:
         """Runs a round in every local tower, and the exchange after it."""
         one, programs = self._rounds.rounds[n], self._programs[n]
         needed = {x for later in self._rounds.rounds[n + 1 :] for x in later.inputs}
-        stacks = self._totals.stacks()
         every: dict[int, list[jax.Array]] = {}
-        for turn in self._totals.turns:
+
+        def tower(turn: TowerTurn) -> TowerSums:
             own = values[turn]
             given = [own[x] for x in one.inputs]
             found, left = programs.run[turn.i](given, arrived[turn.i], numbers[turn])
@@ -116,12 +116,13 @@ class Exchanges:
             values[turn] = {x: value for x, value in own.items() if x in needed}
             if see is not None:
                 see(n, turn.tower, left)
-            self._totals.put(stacks, turn, TowerSums(left.sums, []), programs.add)
             every[turn.tower] = left.every
-        sums = [_nothing().sums] * len(stacks)
-        if stacks[0][0].packed.buffers:
-            sums = [total.packed for total in self._totals.reduced(stacks, programs.add)]
-        whole: list[list[jax.Array]] = [[] for _ in stacks]
+            return TowerSums(left.sums, [])
+
+        totals = self._totals.run(tower, programs.add)
+        num_devices = len(self._totals.devices)
+        sums = [total.packed for total in totals] or [_nothing().sums] * num_devices
+        whole: list[list[jax.Array]] = [[]] * num_devices
         if any(every.values()):  # of shape (towers, 1, ...) then, whole on every device
             whole = reduction.gather_values(self._gather, every, self._placement)
         return [Sent(*pair) for pair in zip(sums, whole, strict=True)]

@@ -143,18 +143,18 @@ class SameBits:
         programs = self._programs(replicas[0], rows, made_by)
         numbers = self._numbers(programs, rows[0])
         tap = current_tap()
-        stacks = self._totals.stacks()
         returned: dict[int, Any] = {}
         run = self._tower_program(programs, replicas, rows, numbers.here, tap)
-        for turn in self._totals.turns:
+
+        def tower(turn: TowerTurn) -> TowerSums:
             sums, returned[turn.tower] = run(turn)
             if tap is not None:
                 tap("tower program", turn.tower, sums)
-            self._totals.put(stacks, turn, sums, programs.add)
-            del sums  # the last tower's sums would take memory until the step ends
-        if not stacks[0][0].packed.buffers:
+            return sums
+
+        totals = self._totals.run(tower, programs.add)
+        if not totals:
             return Finished([], returned, {}, programs)
-        totals = self._totals.reduced(stacks, programs.add)
         if tap is not None:
             for i, total in enumerate(totals):
                 tap("reduction", i, total)

@@ -1,6 +1,6 @@
 """What towers return, added up along the fixed tree: on each device first, then between devices."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -45,11 +45,16 @@ class TowerTurn(NamedTuple):
 _GUARD = "jax_transfer_guard_host_to_device"
 
 # For each local device the sums that wait to be added; the newest one is the last.
-Stacks = list[list[TowerSums]]
+_Stacks = list[list[TowerSums]]
 
 
 class Totals:
-    """Adds up what the towers of a placement return."""
+    """Runs the towers of a placement in turn, and adds up what they return.
+
+    Attributes:
+        devices: the local devices, in the order of the placement.
+        turns: the local towers, in the order in which they run.
+    """
 
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
@@ -74,18 +79,32 @@ class Totals:
             return []
         return compile_for_each(reduction.add_sums, (sums, sums), self.devices, donate=(0,))
 
-    def stacks(self) -> Stacks:
-        """Empty stacks, one for each local device, before any tower has run."""
-        return [[] for _ in self.devices]
+    def run(
+        self, tower: Callable[[TowerTurn], TowerSums], add: Sequence[Compiled]
+    ) -> list[TowerSums]:
+        """Runs every local tower, and adds its sums to the others as soon as the tree allows.
 
-    def put(
-        self, stacks: Stacks, turn: TowerTurn, sums: TowerSums, add: Sequence[Compiled]
+        Args:
+            tower: starts the tower whose turn it is, and returns its sums.
+            add: from `compile`, for such sums.
+
+        Returns:
+            The totals over all towers, on every local device; empty if there are no sums.
+        """
+        stacks: _Stacks = [[] for _ in self.devices]
+        for turn in self.turns:
+            # No name here for a tower's sums: it would keep their memory until the next tower's.
+            self._put(stacks, turn, tower(turn), add)
+        return self._reduced(stacks, add) if stacks[0][0].packed.buffers else []
+
+    def _put(
+        self, stacks: _Stacks, turn: TowerTurn, sums: TowerSums, add: Sequence[Compiled]
     ) -> None:
         """Puts a tower's sums on its stack, and adds up what the tree allows by now."""
         num_additions = turn.num_additions if sums.packed.buffers else 0
         reduction.put(stacks[turn.i], sums, num_additions, add[turn.i] if add else None)
 
-    def reduced(self, stacks: Stacks, add: Sequence[Compiled]) -> list[TowerSums]:
+    def _reduced(self, stacks: _Stacks, add: Sequence[Compiled]) -> list[TowerSums]:
         """The totals on every local device, after the last tower."""
         if self._is_copied(stacks[0][0]):
             return self._copied(stacks, add)
@@ -136,7 +155,7 @@ class Totals:
         """
         return self._pair is not None and not sums.blocks and _num_bytes(sums) <= SMALL_BYTES
 
-    def _copied(self, stacks: Stacks, add: Sequence[Compiled]) -> list[TowerSums]:
+    def _copied(self, stacks: _Stacks, add: Sequence[Compiled]) -> list[TowerSums]:
         assert self._pair is not None
         first, second = self._pair
         right = _copy(stacks[second][0], self.devices[first])

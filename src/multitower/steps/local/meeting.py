@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from multitower.engines.executable import Compiled, WholeNumbers, compile_for_each, signature
-from multitower.engines.totals import Totals
+from multitower.engines.totals import Totals, TowerSums, TowerTurn
 from multitower.steps.local.job import MeetingJob, Met
 from multitower.steps.local.options import LocalOptions
 from multitower.steps.local.state import Own, Parts
@@ -52,14 +52,13 @@ class Meeting:
         The given state is overwritten, and its `towers` are emptied.
         """
         programs = self.prepare(parts)
-        stacks = self.totals.stacks()
-        for turn in self.totals.turns:
+
+        def moved(turn: TowerTurn) -> TowerSums:
             number = self._numbers.on(self.totals.devices[turn.i], turn.tower)
             own, params = parts.towers[turn.tower], parts.replicas[turn.i].params
-            sums = programs.moved[turn.i](own, params, number)
-            self.totals.put(stacks, turn, sums, programs.add)
-            del sums  # those of the last tower would take memory until the meeting ends
-        totals = self.totals.reduced(stacks, programs.add)
+            return programs.moved[turn.i](own, params, number)
+
+        totals = self.totals.run(moved, programs.add)
         results = [
             meet(parts.replicas[i], totals[i].packed) for i, meet in enumerate(programs.meet)
         ]

@@ -122,10 +122,7 @@ class LocalRunner:
         if not self._placement.spans_processes:
             # Only the first device waits for the others, for these few numbers.
             sums = jax.device_put(sums, self.devices[0])
-        stacks = self.totals.stacks()
-        for turn in self.totals.turns:
-            self.totals.put(stacks, turn, sums[turn.tower], add)
-        return self.totals.reduced(stacks, add)[0].packed
+        return self.totals.run(lambda turn: sums[turn.tower], add)[0].packed
 
     def metrics(self, made: Made, total: Packed) -> Metrics:
         """The metrics of a step, from the sums over all towers."""
