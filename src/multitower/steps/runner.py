@@ -21,43 +21,57 @@ from multitower.towers.global_arrays import as_global, replicate
 from multitower.towers.leaves import is_key, is_traced
 from multitower.towers.placement import Placement
 from multitower.towers.rows import BatchParts, Split, pad_rows
-from multitower.towers.split import copy_to, cut, refuse_tower_rows
+from multitower.towers.split import TowerRows, copy_to, cut, refuse_tower_rows
 
 Metrics = dict[str, jax.Array]
 
 
-class Weights:
-    """Sums the weights of a ratio over all towers, on every device, in same-bits steps."""
+class TowerFeeder:
+    """Copies batches to towers, each to its device; sums the weights of a ratio over all towers."""
 
     def __init__(self, step: StepParts, batches: Batches, placement: Placement) -> None:
-        job = make_weights_job(step, batches.split, batches.tower_rows)
-        self._engine = SameBits(job, placement)
+        self._weights = None
+        if batches.has_weights:
+            job = make_weights_job(step, batches.split, batches.tower_rows)
+            self._weights = SameBits(job, placement)
+        self._tower_rows = batches.tower_rows
+        self._placement = placement
 
-    def after(self, rest: Sequence[Any], fields: Sequence[Fields], rows: Any) -> list[Any]:
-        """The shared leaves of the batch followed by the weights, once per local device."""
-        replicas = [Shared((), pair) for pair in zip(fields, rest, strict=True)]
-        found = self._engine.run(replicas, rows).results
-        return [[*leaves, *weights] for leaves, weights in zip(rest, found, strict=True)]
+    def feed(
+        self, parts: BatchParts, states: Sequence[Any]
+    ) -> tuple[list[Shared], list[TowerRows]]:
+        """What the towers get of a batch and of a state.
+
+        Args:
+            parts: the batch.
+            states: the state, once per local device, on that device.
+
+        Returns:
+            State and shared leaves of the batch, with the weights after them, once per local
+            device; and the rows of the towers.
+        """
+        rows = cut(parts.rows, parts.num_rows, self._placement, self._tower_rows)
+        rest = replicate(parts.shared, self._placement)
+        if self._weights is not None:
+            given = [Shared((), pair) for pair in zip(states, rest, strict=True)]
+            weights = self._weights.run(given, rows).results
+            rest = [[*leaves, *own] for leaves, own in zip(rest, weights, strict=True)]
+        return [Shared(*pair) for pair in zip(states, rest, strict=True)], rows
 
 
 class SameBitsRunner:
     """Steps whose bits do not depend on the number of devices."""
 
     def __init__(self, step: StepParts, batches: Batches, placement: Placement) -> None:
-        self._weights = Weights(step, batches, placement) if batches.has_weights else None
+        self._feeder = TowerFeeder(step, batches, placement)
         job = make_job(step, batches.split, batches.tower_rows, placement.num_towers)
         self._engine = SameBits(bundled_job(job), placement)
-        self._tower_rows = batches.tower_rows
         self._placement = placement
 
     def run(self, state: KeptState, parts: BatchParts, maker: object) -> tuple[KeptState, Metrics]:
         """Makes one update; the state is overwritten."""
-        rows = cut(parts.rows, parts.num_rows, self._placement, self._tower_rows)
-        fields = state.parts() or bundled(replicate(state.fields(), self._placement))
-        rest = replicate(parts.shared, self._placement)
-        if self._weights is not None:
-            rest = self._weights.after(rest, fields, rows)
-        replicas = [Shared(*pair) for pair in zip(fields, rest, strict=True)]
+        copies = state.parts() or bundled(replicate(state.fields(), self._placement))
+        replicas, rows = self._feeder.feed(parts, copies)
         finished = self._engine.run(replicas, rows, state.made_by)
         state.spend()
         copies = [fields for fields, _ in finished.results]

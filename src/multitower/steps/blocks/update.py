@@ -16,7 +16,6 @@ import jax
 
 from multitower.engines import reduction
 from multitower.engines.executable import Compiled, WholeNumbers, compile_for_each, signature
-from multitower.engines.job import Shared
 from multitower.engines.same_bits import Finished, SameBits
 from multitower.engines.totals import with_one_nan
 from multitower.steps.blocks.state import Block, BlockState, Parts
@@ -25,13 +24,11 @@ from multitower.steps.optimizing.clipping import add_towers, leaf_squares
 from multitower.steps.optimizing.extra_metrics import NORM, extra_metrics
 from multitower.steps.optimizing.update import finite_leaves, update
 from multitower.steps.parts import Batches, StepParts
-from multitower.steps.runner import Weights
+from multitower.steps.runner import TowerFeeder
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.kept import KeptState
-from multitower.towers.global_arrays import replicate
 from multitower.towers.placement import Placement
 from multitower.towers.rows import BatchParts
-from multitower.towers.split import cut
 
 
 class BlockRunner:
@@ -44,13 +41,12 @@ class BlockRunner:
         placement: Placement,
         sharded: BlockState,
     ) -> None:
-        self._weights = Weights(step, batches, placement) if batches.has_weights else None
+        self._feeder = TowerFeeder(step, batches, placement)
         layout, given = sharded.layout, (batches.split, batches.tower_rows)
         job = make_job(step, *given, placement.num_towers, cut=layout.cut)
         self._engine = SameBits(job, placement)
         self._gather = reduction.make_gather(placement, layout.whole)
         self._step = step
-        self._tower_rows = batches.tower_rows
         self._placement = placement
         self._devices = [placement.devices[d] for d in placement.local]
         self._sharded = sharded
@@ -63,12 +59,8 @@ class BlockRunner:
         self, state: KeptState, batch: BatchParts, maker: object
     ) -> tuple[KeptState, dict[str, jax.Array]]:
         """Makes one update; the state is overwritten."""
-        rows = cut(batch.rows, batch.num_rows, self._placement, self._tower_rows)
         parts: Parts = state.parts()
-        rest = replicate(batch.shared, self._placement)
-        if self._weights is not None:
-            rest = self._weights.after(rest, parts.replicas, rows)
-        replicas = [Shared(*pair) for pair in zip(parts.replicas, rest, strict=True)]
+        replicas, rows = self._feeder.feed(batch, parts.replicas)
         finished = self._engine.run(replicas, rows)
         state.spend()
         new_rows, blocks, told = self._update(finished, parts.blocks)

@@ -17,22 +17,19 @@ import jax
 import numpy as np
 
 from multitower.engines.executable import Compiled, WholeNumbers, compile_for_each, signature
-from multitower.engines.job import Shared
 from multitower.engines.same_bits import finish_function, scale_of, scale_shape
 from multitower.steps.job import make_job
 from multitower.steps.parts import Batches, StepParts
 from multitower.steps.rotation.options import RotationOptions
 from multitower.steps.rotation.stale import for_stale_gradients
-from multitower.steps.rotation.state import Parts, Version
+from multitower.steps.rotation.state import Parts
 from multitower.steps.rotation.sums import GroupSums
 from multitower.steps.rotation.turns import Turns
-from multitower.steps.runner import Metrics, Weights
+from multitower.steps.runner import Metrics, TowerFeeder
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.kept import KeptState
-from multitower.towers.global_arrays import replicate
-from multitower.towers.placement import Placement
 from multitower.towers.rows import BatchParts, Split
-from multitower.towers.split import TowerRows, copy_to, cut
+from multitower.towers.split import copy_to
 
 
 class RotationRunner:
@@ -46,10 +43,7 @@ class RotationRunner:
         self._finish = make_finish(*given, turns.num_towers, options)
         self._numbers = WholeNumbers()
         self._finishes: dict[Any, Compiled] = {}
-        self._weights: dict[Placement, Weights] = {}
-        if batches.has_weights:
-            self._weights = {place: Weights(step, batches, place) for place in set(turns.groups)}
-        self._tower_rows = batches.tower_rows
+        self._feeders = {place: TowerFeeder(step, batches, place) for place in set(turns.groups)}
         self._turns = turns
 
     def run(self, state: KeptState, batch: BatchParts, maker: object) -> tuple[KeptState, Metrics]:
@@ -57,8 +51,10 @@ class RotationRunner:
         parts: Parts = state.parts()
         group = self._turns.group_at(parts.num_updates)
         place, version = self._turns.groups[group], parts.versions[group]
-        rows = cut(batch.rows, batch.num_rows, place, self._tower_rows)
-        shared = self._shared(version, parts.num_updates, batch, rows, place)
+        # From the host: reading it from the home device would wait for the update before this one.
+        counts = copy_to([np.int32(parts.num_updates)] * len(place.devices), place.devices)
+        fields = [copy._replace(step=n) for copy, n in zip(version.copies, counts, strict=True)]
+        shared, rows = self._feeders[place].feed(batch, fields)
         total = jax.device_put(self._sums.run(place, shared, rows), self._turns.home)
         staleness = self._numbers.on(self._turns.home, parts.num_updates - version.made)
         # Parameters are not donated: on the home device a version is the same array.
@@ -71,23 +67,6 @@ class RotationRunner:
         new, metrics = self._program(given)(*given)
         state.spend()
         return parts.after(group, new, self._turns).state(maker), metrics
-
-    def _shared(
-        self,
-        version: Version,
-        count: int,
-        batch: BatchParts,
-        rows: list[TowerRows],
-        place: Placement,
-    ) -> list[Shared]:
-        """State and shared leaves for the towers, once for each device of the group."""
-        # From the host: reading it from the home device would wait for the update before this one.
-        counts = copy_to([np.int32(count)] * len(place.devices), place.devices)
-        fields = [copy._replace(step=n) for copy, n in zip(version.copies, counts, strict=True)]
-        rest = replicate(batch.shared, place)
-        if self._weights:
-            rest = self._weights[place].after(rest, fields, rows)
-        return [Shared(*pair) for pair in zip(fields, rest, strict=True)]
 
     def _program(self, given: Any) -> Compiled:
         kept, used, total, _, staleness = given
