@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     import optax
 
     from multitower.training.console import Display
-    from multitower.training.fitting.around import Around
-    from multitower.training.fitting.fit import FitCall
+    from multitower.training.fitting.beginning import FitArguments
+    from multitower.training.fitting.trainer_parts import TrainerParts
 
 Batches = Callable[[int], Iterator[Any]]
 
@@ -327,14 +327,14 @@ class Trainer:
         from multitower.towers.same_call import check_alike  # noqa: PLC0415 (likewise)
         from multitower.training.checkpoints.about import check_about  # noqa: PLC0415 (importing stays quick)
         from multitower.training.fitting.beginning import (  # noqa: PLC0415 (importing stays quick)
-            Resume,
+            FitArguments,
             check_batches,
             check_no_test_phase,
             refuse_best_of_before,
             warn_of_a_last_meeting,
         )
         from multitower.training.fitting.epochs import steps_of_run  # noqa: PLC0415 (likewise)
-        from multitower.training.fitting.fit import FitCall, train  # noqa: PLC0415 (likewise)
+        from multitower.training.fitting.fit import train  # noqa: PLC0415 (likewise)
         from multitower.training.same_run import describe_run, in_words  # noqa: PLC0415 (likewise)
 
         check_batches(batches)
@@ -359,16 +359,26 @@ class Trainer:
         if self.step.placement.spans_processes:
             hosts_of_all()  # a process that fails later can then name the host of a missing one
         self.stopped = None
-        how = Resume(steps, resume, allow_previous, allow_changes)
-        call = FitCall(batches, steps_per_epoch, how, about or {}, evaluate, evaluate_every or 0)
+        given = FitArguments(
+            batches=batches,
+            steps=steps,
+            steps_per_epoch=steps_per_epoch,
+            resume=resume,
+            allow_previous=allow_previous,
+            allow_changes=allow_changes,
+            about=about or {},
+            evaluate=evaluate,
+            evaluate_every=evaluate_every or 0,
+        )
         state = self.step.init(params, model_state=model_state, rng=rng)
-        given = (self._settings, self.step.untrained)
-        run = describe_run(self._optimizer, state.kept.params_shapes(), *given)
-        check_alike("fit", {**self._rhythm(call), **in_words(run)}, self.step.placement)
+        run = describe_run(
+            self._optimizer, state.kept.params_shapes(), self._settings, self.step.untrained
+        )
+        check_alike("fit", {**self._rhythm(given), **in_words(run)}, self.step.placement)
         with self._checkpoints() as checkpoints:
             if checkpoints is not None and not checkpoints.steps():
-                refuse_best_of_before(self._best, how)
-            return train(self._around(), state, run, checkpoints, call)
+                refuse_best_of_before(self._best, given)
+            return train(self._parts(), state, run, checkpoints, given)
 
     def restore(
         self, params: Any, *, model_state: Any = None, rng: Any = None, best: bool = False
@@ -571,29 +581,29 @@ class Trainer:
                 progress=progress,
             )
 
-    def _rhythm(self, call: "FitCall") -> dict[str, Any]:
+    def _rhythm(self, given: "FitArguments") -> dict[str, Any]:
         """What decides at which steps processes save and test together, by name.
 
         Not what ends a run early: process 0 decides that for all.
         """
         best = self._best
         rhythm = {
-            "steps": call.how.steps,
-            "resume": call.how.resume,
+            "steps": given.steps,
+            "resume": given.resume,
             "with a run_dir": self._directory is not None,
             "checkpoint_every": self._checkpoint_every,
-            "evaluate_every": call.evaluate_every,
+            "evaluate_every": given.evaluate_every,
             "check_replicas_every": self._check_replicas_every,
             "steps_per_call": self._options["steps_per_call"],
             "keep_best": None if best is None else [best.metric, best.mode],
         }
         return {name: as_python(value) for name, value in rhythm.items()}
 
-    def _around(self) -> "Around":
-        from multitower.training.fitting.around import Around  # noqa: PLC0415 (importing stays quick)
+    def _parts(self) -> "TrainerParts":
+        from multitower.training.fitting.trainer_parts import TrainerParts  # noqa: PLC0415 (importing stays quick)
         from multitower.training.profile import Profile  # noqa: PLC0415 (likewise)
 
-        return Around(
+        return TrainerParts(
             self.step,
             self._options,
             self._checkpoint_every,

@@ -1,7 +1,7 @@
 """Where a run begins: at its newest checkpoint, if there is one and it belongs to this run."""
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from multitower.errors import ArgumentError, RunError, warn
@@ -14,13 +14,18 @@ from multitower.training.fitting.early_stopping import EarlyStopping
 from multitower.training.hyperparameters import use_edited
 
 
-class Resume(NamedTuple):
-    """The arguments of `Trainer.fit` for a run that may be resumed."""
+class FitArguments(NamedTuple):
+    """The arguments of one call of `Trainer.fit`; `steps` is also what `epochs` come to."""
 
+    batches: Callable[[int], Iterator[Any]]
     steps: int
+    steps_per_epoch: float | None
     resume: bool
     allow_previous: bool
     allow_changes: bool
+    about: Mapping[str, Any]
+    evaluate: Callable[[TrainState], Any] | None
+    evaluate_every: int
 
 
 def check_batches(batches: Any) -> None:
@@ -65,17 +70,17 @@ def read_from(batches: Any, first: int) -> Iterator[Any]:
     return iter(found)  # once: a list read anew for every call would give its first batches again
 
 
-def refuse_best_of_before(best: BestCheckpoint | None, how: Resume) -> None:
+def refuse_best_of_before(best: BestCheckpoint | None, given: FitArguments) -> None:
     """Refuses to begin a new run in a directory with the best state of an earlier run.
 
     Args:
         best: the best checkpoint; None if none is kept.
-        how: the arguments of `Trainer.fit`.
+        given: the arguments of `Trainer.fit`.
 
     Raises:
         RunError: there is a best state of a step above 0, and `resume` is false.
     """
-    kept = None if best is None or how.resume else best.scores()
+    kept = None if best is None or given.resume else best.scores()
     if best is not None and kept is not None and kept[0] > 0:  # at 0: scored before `fit`
         raise RunError(
             f"{best.directory} holds the best state of an earlier run, of step {kept[0]}: pass "
@@ -84,7 +89,7 @@ def refuse_best_of_before(best: BestCheckpoint | None, how: Resume) -> None:
 
 
 def begin_at(
-    checkpoints: Checkpoints, like: TrainState, run: Mapping[str, Any], how: Resume
+    checkpoints: Checkpoints, like: TrainState, run: Mapping[str, Any], given: FitArguments
 ) -> tuple[int, TrainState, Mapping[str, Any]]:
     """Reads the checkpoint to continue from.
 
@@ -92,7 +97,7 @@ def begin_at(
         checkpoints: a directory with at least one checkpoint.
         like: a state of this run.
         run: the settings of this run, from `describe_run`.
-        how: the arguments of `Trainer.fit`.
+        given: the arguments of `Trainer.fit`.
 
     Returns:
         The number of updates made, the state after them, and the settings that were saved with it:
@@ -107,21 +112,21 @@ def begin_at(
     from multitower.training.same_run import check_same_run  # noqa: PLC0415
 
     where = checkpoints.directory
-    if not how.resume:
+    if not given.resume:
         raise RunError(
             f"{where} holds checkpoints of steps {checkpoints.steps()}: pass resume=True to go on "
             "from them, or choose another run_dir."
         )
-    first, state, _ = checkpoints.restore(like=like, allow_previous=how.allow_previous)
+    first, state, _ = checkpoints.restore(like=like, allow_previous=given.allow_previous)
     saved = checkpoints.run_of(first)
-    if how.allow_changes:
+    if given.allow_changes:
         use_edited(state, like, saved, run)
         saved = {}
     check_same_run(saved, run, where)
-    if first > how.steps:
+    if first > given.steps:
         raise RunError(
-            f"steps={how.steps}, and the run in {where} has made {first}: say at least as many, or "
-            "choose another run_dir."
+            f"steps={given.steps}, and the run in {where} has made {first}: say at least as many, "
+            "or choose another run_dir."
         )
     return first, state, saved
 

@@ -9,9 +9,9 @@ from multitower.steps.state.replicas import check_replicas
 from multitower.steps.state.train_state import TrainState
 from multitower.training.checkpoints.saving import Saver
 from multitower.training.fitting.agreement import StopVote
-from multitower.training.fitting.around import Around
 from multitower.training.fitting.calls import Call, Feeding
 from multitower.training.fitting.test_phase import TestPhase
+from multitower.training.fitting.trainer_parts import TrainerParts
 from multitower.training.progress import MetricsReader, flush_hooks
 
 
@@ -19,7 +19,7 @@ class Loop(NamedTuple):
     """The work around a step: feeding, reports, checkpoints, test phases and votes.
 
     Attributes:
-        around: what the trainer adds to its step.
+        trainer: what is needed of the trainer.
         feeding: groups batches into calls of the step.
         reader: reads metrics of earlier steps, and calls the hooks.
         saver: saves when it is due.
@@ -27,7 +27,7 @@ class Loop(NamedTuple):
         vote: whether to stop, decided by all processes together.
     """
 
-    around: Around
+    trainer: TrainerParts
     feeding: Feeding
     reader: MetricsReader
     saver: Saver
@@ -42,19 +42,19 @@ class Loop(NamedTuple):
         Raises:
             MultitowerError: as `Trainer.fit`.
         """
-        reader, every = self.reader, self.around.check_replicas_every
+        reader, every = self.reader, self.trainer.check_replicas_every
         reason = self.test.again(first, state)
         if reason is not None:
-            self.around.end(reason)
+            self.trainer.end(reason)
             return state
         number = first
         calls = self.feeding.calls(batches, first, last)
-        with closing(calls) as ahead, self.around.profile as profile:
+        with closing(calls) as ahead, self.trainer.profile as profile:
             while number < last:
                 call = self._next_call(ahead, number, (first, last), state)
                 num_rows = call.num_rows
                 profile.before(number, len(num_rows), state)
-                state, metrics = self.around.step(state, call.batch)
+                state, metrics = self.trainer.step(state, call.batch)
                 del call  # frees its batches on the devices, for the next ones
                 profile.after(number + len(num_rows), state, metrics)
                 is_first, number = number == first, number + len(num_rows)
@@ -77,7 +77,7 @@ class Loop(NamedTuple):
                         if every and not is_saved:
                             check_replicas(state)  # host-device sync
                         self._save(number, state)  # does nothing if this step has just been saved
-                        self.around.end(reason)
+                        self.trainer.end(reason)
                         break
                 if stop:
                     raise self.saver.interrupted(stop, number)
@@ -119,14 +119,14 @@ class Loop(NamedTuple):
         """Saves the steps so far, before an error of the user's ends the run; says so."""
         self.reader.read_waiting()  # host-device sync: hooks get all steps
         # Other processes may be in the middle of a step, and a save takes all of them.
-        if number == first or self.around.step.placement.spans_processes:
+        if number == first or self.trainer.step.placement.spans_processes:
             return ""
-        if self.around.check_replicas_every:
+        if self.trainer.check_replicas_every:
             check_replicas(state)  # host-device sync
         self._save(number, state)
         return self.saver.kept_in_words(number)
 
     def _save(self, number: int, state: TrainState) -> None:
         self.reader.read_waiting()  # host-device sync: only a good state is saved
-        flush_hooks(self.around.hooks)
+        flush_hooks(self.trainer.hooks)
         self.saver.save(number, state)

@@ -1,4 +1,4 @@
-"""What a trainer adds to its step, as `Trainer` hands it to one call of `fit`."""
+"""What one call of `fit` needs of its trainer: the step, and what the trainer adds to it."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -12,8 +12,8 @@ from multitower.training.profile import Profile
 from multitower.training.progress import Hook, MetricsReader
 
 
-class Around(NamedTuple):
-    """What a trainer adds to its step.
+class TrainerParts(NamedTuple):
+    """What one call of `fit` needs of its trainer.
 
     Attributes:
         step: the training step.
