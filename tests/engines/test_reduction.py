@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import multitower as mt
 from multitower.engines.reduction import (
     SMALL_BYTES,
+    Reduced,
     Sum,
-    Sums,
     add_buffers,
     evaluate,
     make_reduction,
@@ -158,7 +158,7 @@ def test_mutation_psum_is_noticed(size):
     expected = evaluate(sum_tree(0, 8), lambda t: np.asarray(values[t]), np.add)
     psum = jax.jit(
         jax.shard_map(
-            lambda parts, _: Sums([jax.lax.psum(own, AXIS) for own in parts[0]], []),
+            lambda parts, _: Reduced([jax.lax.psum(own, AXIS) for own in parts[0]], []),
             mesh=placement.mesh,
             in_specs=jax.sharding.PartitionSpec(AXIS),
             out_specs=jax.sharding.PartitionSpec(AXIS),

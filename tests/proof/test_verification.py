@@ -193,8 +193,8 @@ def test_a_replica_whose_stage_was_not_updated_is_named(fault):
             found[1].params["out"] *= 2
         return found
 
-    right = state.Parts.copies
-    fault.setattr(state.Parts, "copies", copies)
+    right = state.StagedParts.copies
+    fault.setattr(state.StagedParts, "copies", copies)
     with pytest.raises(AssertionError, match=r"update \(the copy on device 1\): params\['out'\]"):
         check_stages()
 

@@ -41,8 +41,8 @@ from multitower.cli.flags.shared import (
 )
 from multitower.cli.starting.counts import DeviceCounts, SimulatedCounts, start_counts
 from multitower.cli.starting.layouts import (
-    Layout,
     Layouts,
+    ProcessLayout,
     check_layouts,
     read_layouts,
     refuse_with_layouts,
@@ -179,7 +179,7 @@ def _in_layouts(
     recipe: str,
     settings: Mapping[str, str],
     options: RunOptions,
-    layouts: Sequence[Layout],
+    layouts: Sequence[ProcessLayout],
     *,
     has_values: bool,
 ) -> Verification:
@@ -201,7 +201,7 @@ def _in_layouts(
     return with_values(found, lambda run, place: _look_again(layouts[run], words, place))
 
 
-def _look_again(layout: Layout, words: Sequence[str], place: Found) -> Any:
+def _look_again(layout: ProcessLayout, words: Sequence[str], place: Found) -> Any:
     with (
         tempfile.TemporaryDirectory() as directory,
         show_work(f"step {place.step} of {layout} once more, to see the values"),

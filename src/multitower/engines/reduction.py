@@ -25,7 +25,8 @@ from multitower.towers.placement import AXIS, Placement
 
 _T = TypeVar("_T")
 
-# A tower's number, or the sum of two trees. In `Plan.rest` the leaves are (device, part) pairs.
+# A tower's number, or the sum of two trees. In `ReductionPlan.rest` leaves are pairs: (device,
+# part).
 Tree = Any
 
 SMALL_BYTES = 64 * 1024  # up to this size, one exchange instead of two
@@ -56,7 +57,7 @@ def evaluate(
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReductionPlan:
     """Which device adds what.
 
     Attributes:
@@ -73,7 +74,7 @@ class Plan:
         return max(len(parts) for parts in self.parts)
 
 
-def plan(placement: Placement) -> Plan:
+def plan(placement: Placement) -> ReductionPlan:
     """Splits the tree over all towers into whole subtrees per device, and the rest."""
     parts: list[list[Tree]] = [[] for _ in placement.devices]
 
@@ -86,7 +87,7 @@ def plan(placement: Placement) -> Plan:
         return (device, len(parts[device]) - 1)
 
     rest = descend(sum_tree(0, placement.num_towers))
-    return Plan(tuple(tuple(p) for p in parts), rest)
+    return ReductionPlan(tuple(tuple(p) for p in parts), rest)
 
 
 def schedule(parts: Sequence[Tree]) -> list[tuple[int, int]]:
@@ -134,7 +135,7 @@ def put(stack: list[Any], sums: Any, num_additions: int, add: Callable[..., Any]
         stack.append(add(stack.pop(), right))
 
 
-class Sums(NamedTuple):
+class Reduced(NamedTuple):
     """Totals over all towers.
 
     Attributes:
@@ -147,20 +148,20 @@ class Sums(NamedTuple):
     blocks: list[Any]
 
 
-def make_reduction(placement: Placement) -> Callable[..., Sums]:
+def make_reduction(placement: Placement) -> Callable[..., Reduced]:
     """Builds the one program that spans devices.
 
     Returns:
         A jitted function of two lists, the buffers and the blocks, with an entry for each of the
-        `Plan.num_parts` parts. Every array is a global one, with the devices' own arrays stacked
-        along axis 0. So are the arrays of the result, where each device has the total. If there is
-        only one part, its buffers are donated.
+        `ReductionPlan.num_parts` parts. Every array is a global one, with the devices' own arrays
+        stacked along axis 0. So are the arrays of the result, where each device has the total. If
+        there is only one part, its buffers are donated.
     """
     how = plan(placement)
 
-    def on_device(buffers: list[list[jax.Array]], blocks: list[list[jax.Array]]) -> Sums:
+    def on_device(buffers: list[list[jax.Array]], blocks: list[list[jax.Array]]) -> Reduced:
         num_devices = len(placement.devices)
-        return Sums(
+        return Reduced(
             [_total(how, num_devices, pieces) for pieces in zip(*buffers, strict=True)],
             [_own_rows(how, placement, pieces) for pieces in zip(*blocks, strict=True)],
         )
@@ -238,7 +239,9 @@ def _over_devices(
     return jax.jit(mapped, donate_argnums=donate)
 
 
-def _own_rows(how: Plan, placement: Placement, pieces: Sequence[jax.Array]) -> list[jax.Array]:
+def _own_rows(
+    how: ReductionPlan, placement: Placement, pieces: Sequence[jax.Array]
+) -> list[jax.Array]:
     """The sums over all devices of the rows of this device's towers: a reduce-scatter.
 
     Every device sends (D-1)/D of the block, if all D devices have equally many towers.
@@ -250,7 +253,7 @@ def _own_rows(how: Plan, placement: Placement, pieces: Sequence[jax.Array]) -> l
     return [total[slot] for slot in range(len(placement.slots))]
 
 
-def _total(how: Plan, num_devices: int, pieces: Sequence[jax.Array]) -> jax.Array:
+def _total(how: ReductionPlan, num_devices: int, pieces: Sequence[jax.Array]) -> jax.Array:
     """The sum over all devices of one buffer, given as this device's partial sums."""
     block = pieces[0]
     if block.nbytes <= SMALL_BYTES:

@@ -77,7 +77,7 @@ class Finished(NamedTuple):
     results: list[Any]
     rows: dict[int, Any]
     blocks: dict[int, list[jax.Array]]
-    programs: "Programs"
+    programs: "JobPrograms"
 
 
 class _Numbers(NamedTuple):
@@ -93,7 +93,7 @@ class _Numbers(NamedTuple):
 
 
 @dataclass(eq=False)
-class Programs:
+class JobPrograms:
     """Executables, one per local device each.
 
     Attributes:
@@ -118,15 +118,15 @@ class SameBits:
         self._job = job
         self._placement = placement
         self._totals = Totals(placement)
-        self._compiled: dict[Any, Programs] = {}
-        self._after: dict[Any, Programs] = {}
+        self._compiled: dict[Any, JobPrograms] = {}
+        self._after: dict[Any, JobPrograms] = {}
         self._whole_numbers = WholeNumbers()
 
     def run(
         self,
         replicas: Sequence[Shared],
         rows: Sequence[TowerRows],
-        made_by: Programs | None = None,
+        made_by: JobPrograms | None = None,
     ) -> Finished:
         """Runs the job; nothing here waits for a device.
 
@@ -167,7 +167,7 @@ class SameBits:
 
     def _tower_program(
         self,
-        programs: Programs,
+        programs: JobPrograms,
         replicas: Sequence[Shared],
         rows: Sequence[TowerRows],
         here: dict[int, Tower],
@@ -196,7 +196,7 @@ class SameBits:
 
         return tower.run(arguments, see if tap else None)
 
-    def _numbers(self, programs: Programs, rows: TowerRows) -> _Numbers:
+    def _numbers(self, programs: JobPrograms, rows: TowerRows) -> _Numbers:
         """The number arguments of the programs for rows like these; copied to the devices once."""
         if rows.num_rows not in programs.numbers:
             devices, of_tower = self._totals.devices, self._whole_numbers.of_tower
@@ -209,8 +209,8 @@ class SameBits:
         return programs.numbers[rows.num_rows]
 
     def _programs(
-        self, shared: Shared, rows: Sequence[TowerRows], made_by: Programs | None
-    ) -> Programs:
+        self, shared: Shared, rows: Sequence[TowerRows], made_by: JobPrograms | None
+    ) -> JobPrograms:
         pieces = [leaf.piece for leaf in rows]
         if made_by is None:
             return self._programs_for(shared, pieces)
@@ -219,13 +219,13 @@ class SameBits:
             self._after[key] = self._programs_for(shared, pieces)
         return self._after[key]
 
-    def _programs_for(self, shared: Shared, pieces: list[jax.Array]) -> Programs:
+    def _programs_for(self, shared: Shared, pieces: list[jax.Array]) -> JobPrograms:
         key = signature((shared, pieces))
         if key not in self._compiled:
             self._compiled[key] = self._compile(shared, pieces)
         return self._compiled[key]
 
-    def _compile(self, shared: Shared, pieces: list[jax.Array]) -> Programs:
+    def _compile(self, shared: Shared, pieces: list[jax.Array]) -> JobPrograms:
         devices = self._totals.devices
         arguments = (shared, pieces, Tower.shapes())
         traced = trace(tower_function(self._job), arguments, self._placement.num_towers)
@@ -238,11 +238,11 @@ class SameBits:
             towers = Exchanges(rounds, jax.tree.leaves(arguments), self._placement, self._totals)
             sums = towers.out_info[0]
         if not sums.packed.buffers:
-            return Programs(towers, [], [], traced.meets)
+            return JobPrograms(towers, [], [], traced.meets)
         adds = self._totals.compile(sums)
         given = (shared.state, sums.packed, scale_shape())
         finishes = compile_for_each(finish_function(self._job), given, devices, donate=(0,))
-        return Programs(towers, adds, finishes, traced.meets)
+        return JobPrograms(towers, adds, finishes, traced.meets)
 
 
 def tower_function(job: Job) -> Callable[[Shared, list[Any], Tower], tuple[TowerSums, Any]]:

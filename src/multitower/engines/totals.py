@@ -172,7 +172,7 @@ class Totals:
         return [leaf.addressable_data(i) for i in range(len(self.devices))]
 
 
-def _pair(plan: reduction.Plan, local: Sequence[jax.Device]) -> tuple[int, int] | None:
+def _pair(plan: reduction.ReductionPlan, local: Sequence[jax.Device]) -> tuple[int, int] | None:
     """For two devices of this process: whose sum is the left operand, and whose the right one."""
     if len(local) < 2 or plan.num_parts > 1:
         return None

@@ -31,7 +31,7 @@ from multitower.towers.placement import contiguous
 _MOST_TRIES = 3  # numbers of stages, and towers per device, to try: each needs its own programs
 
 
-class Stage(NamedTuple):
+class PlannedStage(NamedTuple):
     """Bytes that one stage needs on its device.
 
     Attributes:
@@ -100,7 +100,7 @@ def _halving(towers: int, num_rows: int) -> str:
     return f"towers={even} would halve the time in which devices wait" if even else ""
 
 
-def _stages(given: Planned, programs: Programs, towers: int, num_stages: int) -> list[Stage]:
+def _stages(given: Planned, programs: Programs, towers: int, num_stages: int) -> list[PlannedStage]:
     """The stages of a tower's program, compiled for one device.
 
     Raises:
@@ -133,7 +133,7 @@ def _stage(
     compiled: StagePrograms,
     s: int,
     row_numbers: Sequence[int],
-) -> Stage:
+) -> PlannedStage:
     chain, homes = cut
     stage = chain.stages[s]
     own = {number for number, home in chain.home_of.items() if home == s}
@@ -148,7 +148,7 @@ def _stage(
     ]
     forward = [(n, user) for n in stage.sent for user in chain.users(n)]
     bytes_of = lambda numbers: num_bytes(shapes_of(chain.avals, numbers))
-    return Stage(
+    return PlannedStage(
         _state_of(given, homes, s),
         bytes_of(inputs - arguments),
         _residuals(chain, s, rows if s == 0 else set()),
@@ -204,7 +204,7 @@ def _num_stages(homes: Homes) -> int:
 
 
 def _largest(
-    stages: Sequence[Stage], spread: Spread, rows: int, head: int, *, remat: bool = True
+    stages: Sequence[PlannedStage], spread: Spread, rows: int, head: int, *, remat: bool = True
 ) -> Memory:
     """Memory of the device that needs the most; `spread` is that of towers over replicas."""
     found: list[Memory] = []
@@ -228,7 +228,7 @@ def _largest(
     return max(found, key=lambda memory: memory.total)
 
 
-def _traffic(stages: Sequence[Stage], replicas: int, passing: int) -> Traffic:
+def _traffic(stages: Sequence[PlannedStage], replicas: int, passing: int) -> Traffic:
     """Traffic of the busiest device of the first replica, which sends the sums to the others."""
     found: list[Traffic] = []
     for s, stage in enumerate(stages):

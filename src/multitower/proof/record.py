@@ -16,7 +16,7 @@ from multitower.engines.same_bits import tapped
 from multitower.engines.totals import TowerSums
 from multitower.processes.together import texts_of_all
 from multitower.stages.programs import StageSums
-from multitower.steps.staged.state import Parts as StagedParts
+from multitower.steps.staged.state import StagedParts
 from multitower.steps.state.bundles import shown
 from multitower.steps.state.fingerprint import fingerprint
 from multitower.steps.state.leaves import on_host

@@ -45,7 +45,7 @@ class InBlocks(Way):
         """As in `Way`."""
         whole, sharded = self._fitted(step, fields, maker)
         kept = whole._replace(opt_state=fields.opt_state, ema_params=fields.ema_params)
-        return sharded.state(sharded.take_apart(kept), maker)
+        return sharded.state(sharded.parts_of(kept), maker)
 
     def with_changes(self, state: KeptState, changes: Changes, maker: object) -> KeptState:
         """As in `Way`."""
@@ -212,9 +212,9 @@ class InRotation(Way):
         return RotationRunner(step, batches, self._turns, self._options)
 
     def _apart(self, fields: Fields, maker: object) -> KeptState:
-        from multitower.steps.rotation.state import take_apart  # noqa: PLC0415 (importing stays quick)
+        from multitower.steps.rotation.state import parts_of  # noqa: PLC0415 (importing stays quick)
 
-        return take_apart(fields, self._turns).state(maker)
+        return parts_of(fields, self._turns).state(maker)
 
 
 Division = bool | StageOptions | ShardOptions | LoopOptions | LocalOptions | RotationOptions

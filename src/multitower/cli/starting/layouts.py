@@ -22,7 +22,7 @@ Layouts = Annotated[
 ]
 
 
-class Layout(NamedTuple):
+class ProcessLayout(NamedTuple):
     """How many processes a run has, and how many devices each of them drives."""
 
     processes: int
@@ -37,7 +37,7 @@ class Layout(NamedTuple):
         return self.processes * self.devices
 
 
-def read_layouts(text: str) -> list[Layout]:
+def read_layouts(text: str) -> list[ProcessLayout]:
     """The layouts that `--layouts` names.
 
     Raises:
@@ -56,10 +56,10 @@ def read_layouts(text: str) -> list[Layout]:
             f"--layouts {text}: {wrong!r} is not a layout. Give processes x devices of each, such "
             "as --layouts 1x4,2x2 for one process with four devices and two with two each."
         )
-    return [Layout(int(one[1]), int(one[2])) for one in found if one is not None]
+    return [ProcessLayout(int(one[1]), int(one[2])) for one in found if one is not None]
 
 
-def check_layouts(layouts: Sequence[Layout], towers: int | None) -> None:
+def check_layouts(layouts: Sequence[ProcessLayout], towers: int | None) -> None:
     """Refuses a layout in which devices would have no tower.
 
     Raises:
@@ -97,7 +97,7 @@ def refuse_with_layouts(together: Together, **others: object) -> None:
 
 
 def run_in_layout(
-    layout: Layout, words: Sequence[str], environment: Mapping[str, str] | None = None
+    layout: ProcessLayout, words: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> str:
     """Runs a command as the processes of a layout, and waits for them.
 

@@ -39,8 +39,8 @@ class Block(NamedTuple):
     ema_params: Any
 
 
-class Parts(NamedTuple):
-    """A state in parts.
+class BlockParts(NamedTuple):
+    """A state whose optimizer state and average are in blocks, in parts.
 
     Attributes:
         replicas: what each local device holds whole: everything but optimizer state and average.
@@ -82,7 +82,7 @@ class BlockState:
         ]
         refuse_mixing(optimizer, params, self.layout.shapes_of_block(), self._is_cut)
 
-    def first(self, step: StepParts, fields: Fields) -> Parts:
+    def first(self, step: StepParts, fields: Fields) -> BlockParts:
         """The parts of a first state; its `opt_state` and `ema_params` are made here."""
         init = jax.jit(lambda params, t: Block(*begin(step, self.layout.block(params, t))))
         parts = self._parts(fields, {})
@@ -93,7 +93,7 @@ class BlockState:
                 parts.blocks[tower] = jax.device_put(made, device)
         return parts
 
-    def take_apart(self, fields: Fields) -> Parts:
+    def parts_of(self, fields: Fields) -> BlockParts:
         """The parts of a state that is whole, such as one from a checkpoint.
 
         Raises:
@@ -116,7 +116,7 @@ class BlockState:
                 blocks[tower] = jax.device_put(block, self._placement.devices[d])
         return self._parts(fields, blocks)
 
-    def take_changes(self, parts: Parts, changes: Changes) -> Parts:
+    def take_changes(self, parts: BlockParts, changes: Changes) -> BlockParts:
         """The parts with what a user has written into the state."""
         whole = {name: leaves for name, leaves in changes.items() if name not in Block._fields}
         copies = replicate(whole, self._placement)
@@ -126,7 +126,7 @@ class BlockState:
         blocks = {
             tower: self._block_with(block, on_host, tower) for tower, block in parts.blocks.items()
         }
-        return Parts(replicas, blocks)
+        return BlockParts(replicas, blocks)
 
     def _block_with(self, block: Block, changes: Changes, tower: int) -> Block:
         for name, by_number in changes.items():
@@ -139,16 +139,16 @@ class BlockState:
             block = block._replace(**{name: jax.tree.unflatten(treedef, leaves)})
         return block
 
-    def state(self, parts: Parts, maker: object) -> KeptState:
+    def state(self, parts: BlockParts, maker: object) -> KeptState:
         """The training state that a user gets for these parts."""
         return KeptState.of_parts(
             parts, self._join, maker, join_shared=self._join_shared, apart=Block._fields
         )
 
-    def _join_shared(self, parts: Parts) -> Fields:
+    def _join_shared(self, parts: BlockParts) -> Fields:
         return as_global(parts.replicas, self._placement)
 
-    def _join(self, parts: Parts) -> Fields:
+    def _join(self, parts: BlockParts) -> Fields:
         """The whole state, from all processes together; blocks are joined on the host.
 
         A device may not have enough memory for all of them.
@@ -182,9 +182,9 @@ class BlockState:
         whole.flags.writeable = False  # what a user wrote into it would be lost
         return whole
 
-    def _parts(self, fields: Fields, blocks: dict[int, Block]) -> Parts:
+    def _parts(self, fields: Fields, blocks: dict[int, Block]) -> BlockParts:
         rest = fields._replace(opt_state=None, ema_params=None)
-        return Parts(replicate(rest, self._placement), blocks)
+        return BlockParts(replicate(rest, self._placement), blocks)
 
     def _cut(self, leaf: np.ndarray[Any, Any], tower: int) -> np.ndarray[Any, Any]:
         size = -(-leaf.size // self._placement.num_towers)

@@ -18,7 +18,7 @@ from multitower.engines import reduction
 from multitower.engines.executable import Compiled, WholeNumbers, compile_for_each, signature
 from multitower.engines.same_bits import Finished, SameBits
 from multitower.engines.totals import with_one_nan
-from multitower.steps.blocks.state import Block, BlockState, Parts
+from multitower.steps.blocks.state import Block, BlockParts, BlockState
 from multitower.steps.job import make_job
 from multitower.steps.optimizing.clipping import add_towers, leaf_squares
 from multitower.steps.optimizing.extra_metrics import NORM, extra_metrics
@@ -59,7 +59,7 @@ class BlockRunner:
         self, state: KeptState, batch: BatchParts, maker: object
     ) -> tuple[KeptState, dict[str, jax.Array]]:
         """Makes one update; the state is overwritten."""
-        parts: Parts = state.parts()
+        parts: BlockParts = state.parts()
         replicas, rows = self._feeder.feed(batch, parts.replicas)
         finished = self._engine.run(replicas, rows)
         state.spend()
@@ -72,7 +72,7 @@ class BlockRunner:
         metrics = {**finished.results[0][1], **told}
         if self._step.diagnostics:
             metrics["finite_params"] = self._finite(params[0])
-        return self._sharded.state(Parts(new, blocks), maker), metrics
+        return self._sharded.state(BlockParts(new, blocks), maker), metrics
 
     def _update(
         self, finished: Finished, blocks: dict[int, Block]

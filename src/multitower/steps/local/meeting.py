@@ -9,7 +9,7 @@ from multitower.engines.executable import Compiled, WholeNumbers, compile_for_ea
 from multitower.engines.totals import Totals, TowerSums, TowerTurn
 from multitower.steps.local.job import MeetingJob, Met
 from multitower.steps.local.options import LocalOptions
-from multitower.steps.local.state import Own, Parts
+from multitower.steps.local.state import LocalParts, Own
 from multitower.steps.parts import StepParts
 from multitower.towers.placement import Placement
 
@@ -38,7 +38,7 @@ class Meeting:
         self._numbers = WholeNumbers()
         self._compiled: dict[Any, _Programs] = {}
 
-    def prepare(self, parts: Parts) -> _Programs:
+    def prepare(self, parts: LocalParts) -> _Programs:
         """Compiles for states like this one; the first step calls it, so that errors come early."""
         given = (parts.replicas[0], next(iter(parts.towers.values())))
         key = signature(given)
@@ -46,7 +46,7 @@ class Meeting:
             self._compiled[key] = self._compile(*given)
         return self._compiled[key]
 
-    def run(self, parts: Parts) -> tuple[Parts, Met]:
+    def run(self, parts: LocalParts) -> tuple[LocalParts, Met]:
         """The state after a meeting, and its report on the first local device.
 
         The given state is overwritten, and its `towers` are emptied.
@@ -69,7 +69,7 @@ class Meeting:
             given = (own, fields.params, fields.model_state, averaged)
             towers[turn.tower] = programs.go_on[turn.i](*given)
             del own, given
-        return Parts([fields for fields, _, _ in results], towers, parts.step), results[0][2]
+        return LocalParts([fields for fields, _, _ in results], towers, parts.step), results[0][2]
 
     def _compile(self, fields: Any, own: Own) -> _Programs:
         devices = self.totals.devices

@@ -21,7 +21,7 @@ from multitower.engines.tracing import refuse_kept_values, trace
 from multitower.steps.local.job import LocalJob, Met
 from multitower.steps.local.meeting import Meeting
 from multitower.steps.local.options import refuse_meeting_in_local
-from multitower.steps.local.state import Own, Parts, as_state
+from multitower.steps.local.state import LocalParts, Own, as_state
 from multitower.steps.parts import Batches, StepParts
 from multitower.steps.runner import Metrics
 from multitower.steps.state.kept import KeptState
@@ -31,7 +31,7 @@ from multitower.towers.rows import BatchParts, Tower
 from multitower.towers.split import TowerRows, cut
 
 
-class Programs(NamedTuple):
+class LocalPrograms(NamedTuple):
     """Executables, and the report (`Met`) of a step without a meeting.
 
     `tower` has one per local device; `finish` runs on the first; `add` where sums are added.
@@ -53,7 +53,7 @@ class Made(NamedTuple):
         met: the report of the meeting after it.
     """
 
-    programs: Programs
+    programs: LocalPrograms
     sums: dict[int, TowerSums]
     num_rows: int
     met: Met
@@ -80,7 +80,7 @@ class LocalRunner:
         self.totals = meeting.totals
         if not placement.spans_processes:
             self.totals = Totals(contiguous(self.devices[:1], placement.num_towers))
-        self._compiled: dict[Any, Programs] = {}
+        self._compiled: dict[Any, LocalPrograms] = {}
         self._numbers = WholeNumbers()
         self._scales: dict[Any, jax.Array] = {}
 
@@ -90,7 +90,9 @@ class LocalRunner:
         total = self.total(made.sums, made.programs.add)
         return self.state_of(parts, maker), self.metrics(made, total)
 
-    def make(self, state: KeptState, parts: Parts, batch: BatchParts) -> tuple[Parts, Made]:
+    def make(
+        self, state: KeptState, parts: LocalParts, batch: BatchParts
+    ) -> tuple[LocalParts, Made]:
         """Makes one update of every tower, and a meeting if it is due; `state` is spent."""
         rows = cut(batch.rows, batch.num_rows, self._placement, self._tower_rows)
         rest = replicate(batch.shared, self._placement)
@@ -111,7 +113,7 @@ class LocalRunner:
             del found  # the last tower's parameters would take memory until the step ends
         state.spend()
         replicas = [one._replace(step=counts[i]) for i, one in enumerate(parts.replicas)]
-        new = Parts(replicas, towers, parts.step + 1)
+        new = LocalParts(replicas, towers, parts.step + 1)
         met = programs.apart
         if new.step % self._meeting.every == 0:
             new, met = self._meeting.run(new)
@@ -128,7 +130,7 @@ class LocalRunner:
         """The metrics of a step, from the sums over all towers."""
         return made.programs.finish(made.met, total, self._scale(made.num_rows))
 
-    def state_of(self, parts: Parts, maker: object) -> KeptState:
+    def state_of(self, parts: LocalParts, maker: object) -> KeptState:
         """The training state that a user gets for these parts."""
         return as_state(parts, self._placement, maker)
 
@@ -140,7 +142,7 @@ class LocalRunner:
             self._scales[key] = jax.device_put(scale, self.devices[0])
         return self._scales[key]
 
-    def _programs(self, parts: Parts, given: Any, rows: Sequence[TowerRows]) -> Programs:
+    def _programs(self, parts: LocalParts, given: Any, rows: Sequence[TowerRows]) -> LocalPrograms:
         own = next(iter(parts.towers.values()))
         pieces = [leaf.piece for leaf in rows]
         key = signature((own, given, pieces))
@@ -149,7 +151,7 @@ class LocalRunner:
             self._meeting.prepare(parts)
         return self._compiled[key]
 
-    def _compile(self, own: Own, given: Any, pieces: list[jax.Array]) -> Programs:
+    def _compile(self, own: Own, given: Any, pieces: list[jax.Array]) -> LocalPrograms:
         here = Tower.shapes()
         arguments = (Shared(own, given), pieces, here)
         job = Job(self._job.tower, self._job.finish)
@@ -167,4 +169,4 @@ class LocalRunner:
         apart = jax.device_put(self._job.apart(own.params), self.devices[0])
         finished = (apart, sums.packed, scale_shape())
         (finish,) = compile_for_each(finish_function(job), finished, self.devices[:1])
-        return Programs(towers, self.totals.compile(sums), finish, apart)
+        return LocalPrograms(towers, self.totals.compile(sums), finish, apart)

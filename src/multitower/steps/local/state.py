@@ -37,8 +37,8 @@ class Own(NamedTuple):
     num_rows: Any
 
 
-class Parts(NamedTuple):
-    """A state in parts.
+class LocalParts(NamedTuple):
+    """A state with local updates, in parts.
 
     Attributes:
         replicas: what is the same for all towers, once per local device; `local` is None.
@@ -51,13 +51,13 @@ class Parts(NamedTuple):
     step: int
 
 
-def all_alike(fields: Fields, own: Own, placement: Placement) -> Parts:
+def all_alike(fields: Fields, own: Own, placement: Placement) -> LocalParts:
     """The parts of a state in which every tower has `own`; the arguments are not overwritten."""
     on_host = jax.tree.map(on_the_host, own)
     return _parts(fields, lambda tower: on_host, placement)
 
 
-def take_apart(fields: Fields, placement: Placement) -> Parts:
+def parts_of(fields: Fields, placement: Placement) -> LocalParts:
     """The parts of a state that is whole, such as one from a checkpoint.
 
     Raises:
@@ -83,7 +83,7 @@ def refuse_other_towers(fields: Fields, placement: Placement) -> None:
         )
 
 
-def take_changes(parts: Parts, changes: Changes, placement: Placement) -> Parts:
+def take_changes(parts: LocalParts, changes: Changes, placement: Placement) -> LocalParts:
     """The parts with what a user has written into the state.
 
     Every tower gets new parameters and a new model state, too.
@@ -100,16 +100,16 @@ def take_changes(parts: Parts, changes: Changes, placement: Placement) -> Parts:
             own = own._replace(**{name: new})
         return _with_leaves(own, _of_tower(on_host.get("local", {}), tower))
 
-    return Parts(replicas, {t: changed(own, t) for t, own in parts.towers.items()}, parts.step)
+    return LocalParts(replicas, {t: changed(own, t) for t, own in parts.towers.items()}, parts.step)
 
 
-def as_state(parts: Parts, placement: Placement, maker: object) -> KeptState:
+def as_state(parts: LocalParts, placement: Placement, maker: object) -> KeptState:
     """The training state that a user gets for these parts."""
 
-    def join_shared(parts: Parts) -> Fields:
+    def join_shared(parts: LocalParts) -> Fields:
         return as_global(parts.replicas, placement)
 
-    def join(parts: Parts) -> Fields:
+    def join(parts: LocalParts) -> Fields:
         towers = [parts.towers[tower] for tower in sorted(parts.towers)]
         local = jax.tree.map(lambda *own: stack_on_host(own, placement), *towers)
         return join_shared(parts)._replace(local=local)
@@ -117,11 +117,11 @@ def as_state(parts: Parts, placement: Placement, maker: object) -> KeptState:
     return KeptState.of_parts(parts, join, maker, join_shared=join_shared, apart=("local",))
 
 
-def _parts(fields: Fields, own_of: Callable[[int], Own], placement: Placement) -> Parts:
+def _parts(fields: Fields, own_of: Callable[[int], Own], placement: Placement) -> LocalParts:
     whole = on_all_devices(fields._replace(local=None), placement)
     homes = {t: placement.devices[d] for d in placement.local for t in placement.towers_on[d]}
     towers = {tower: _on_device(own_of(tower), home) for tower, home in homes.items()}
-    return Parts(replicate(whole, placement), towers, int(whole_on_host(whole.step)))
+    return LocalParts(replicate(whole, placement), towers, int(whole_on_host(whole.step)))
 
 
 def on_the_host(leaf: Any) -> Any:

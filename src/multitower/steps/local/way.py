@@ -18,8 +18,8 @@ from multitower.steps.local.state import (
     all_alike,
     as_state,
     on_the_host,
+    parts_of,
     refuse_other_towers,
-    take_apart,
     take_changes,
 )
 from multitower.steps.looped import StackFeeder
@@ -95,7 +95,7 @@ class InLocal(Way):
 
     def _go_on(self, fields: Fields, maker: object) -> KeptState:
         """The state of towers that go on with what `fields.local` holds for each."""
-        return as_state(take_apart(fields, self.placement), self.placement, maker)
+        return as_state(parts_of(fields, self.placement), self.placement, maker)
 
     def _begin(self, fields: Fields, maker: object) -> KeptState:
         """A state in which all towers begin with the same; `opt_state` is the inner optimizer's."""

@@ -22,7 +22,7 @@ from multitower.steps.job import make_job
 from multitower.steps.parts import Batches, StepParts
 from multitower.steps.rotation.options import RotationOptions
 from multitower.steps.rotation.stale import for_stale_gradients
-from multitower.steps.rotation.state import Parts
+from multitower.steps.rotation.state import RotationParts
 from multitower.steps.rotation.sums import GroupSums
 from multitower.steps.rotation.turns import Turns
 from multitower.steps.runner import Metrics, TowerFeeder
@@ -48,7 +48,7 @@ class RotationRunner:
 
     def run(self, state: KeptState, batch: BatchParts, maker: object) -> tuple[KeptState, Metrics]:
         """Makes one update; the state is overwritten."""
-        parts: Parts = state.parts()
+        parts: RotationParts = state.parts()
         group = self._turns.group_at(parts.num_updates)
         place, version = self._turns.groups[group], parts.versions[group]
         # From the host: reading it from the home device would wait for the update before this one.

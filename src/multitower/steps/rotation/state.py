@@ -32,8 +32,8 @@ class Version(NamedTuple):
     copies: list[Fields]
 
 
-class Parts(NamedTuple):
-    """A state in parts.
+class RotationParts(NamedTuple):
+    """A state with asynchronous updates, in parts.
 
     Attributes:
         num_updates: updates made so far, on the host, which must know whose turn it is.
@@ -48,7 +48,7 @@ class Parts(NamedTuple):
     def state(self, maker: object) -> KeptState:
         """The training state that a user gets for these parts."""
         return KeptState.of_parts(
-            self, Parts.fields, maker, join_shared=lambda own: own.home, apart=("local",)
+            self, RotationParts.fields, maker, join_shared=lambda own: own.home, apart=("local",)
         )
 
     def fields(self) -> Fields:
@@ -60,7 +60,7 @@ class Parts(NamedTuple):
         local = {"params": params, "model_state": model_state, "step": made}
         return self.home._replace(local=local)
 
-    def after(self, group: int, new: Fields, turns: Turns) -> "Parts":
+    def after(self, group: int, new: Fields, turns: Turns) -> "RotationParts":
         """The parts after an update of a group, which goes on with the new parameters."""
         count = self.num_updates + 1
         old = self.versions[group].copies
@@ -70,10 +70,10 @@ class Parts(NamedTuple):
         ]
         versions = [*self.versions]
         versions[group] = Version(count, copies)
-        return Parts(count, new, versions)
+        return RotationParts(count, new, versions)
 
 
-def take_apart(fields: Fields, turns: Turns) -> Parts:
+def parts_of(fields: Fields, turns: Turns) -> RotationParts:
     """The parts of a state that is whole; the originals are never overwritten.
 
     Without versions, as after `init`, all groups begin with the newest parameters. PRNG keys in the
@@ -98,7 +98,7 @@ def take_apart(fields: Fields, turns: Turns) -> Parts:
             pair = jax.tree.map(lambda leaf, n=number: own_copy(leaf[n]), given)
         copies = [_seen(*one) for one in replicate((pair, own.rng), place)]
         versions.append(Version(made, copies))
-    return Parts(count, own, versions)
+    return RotationParts(count, own, versions)
 
 
 def check_versions(fields: Fields, turns: Turns) -> None:

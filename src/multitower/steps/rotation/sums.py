@@ -20,7 +20,7 @@ from multitower.towers.rows import Tower
 from multitower.towers.split import TowerRows
 
 # One executable per device.
-Programs = dict[jax.Device, Compiled]
+PerDevice = dict[jax.Device, Compiled]
 
 
 class GroupSums:
@@ -30,7 +30,7 @@ class GroupSums:
         self._tower = tower_function(job)
         self._num_towers = groups[0].num_towers
         self._devices = list(dict.fromkeys(device for one in groups for device in one.devices))
-        self._compiled: dict[Any, tuple[Programs, Programs]] = {}
+        self._compiled: dict[Any, tuple[PerDevice, PerDevice]] = {}
         self._numbers = WholeNumbers()
 
     def run(self, place: Placement, shared: Sequence[Shared], rows: Sequence[TowerRows]) -> Packed:
@@ -62,13 +62,13 @@ class GroupSums:
 
         return evaluate(sum_tree(0, self._num_towers), run, add)[1]
 
-    def _programs(self, shared: Shared, pieces: list[Any]) -> tuple[Programs, Programs]:
+    def _programs(self, shared: Shared, pieces: list[Any]) -> tuple[PerDevice, PerDevice]:
         key = signature((shared, pieces))
         if key not in self._compiled:
             self._compiled[key] = self._compile(shared, pieces)
         return self._compiled[key]
 
-    def _compile(self, shared: Shared, pieces: list[Any]) -> tuple[Programs, Programs]:
+    def _compile(self, shared: Shared, pieces: list[Any]) -> tuple[PerDevice, PerDevice]:
         arguments = (shared, pieces, Tower.shapes())
         traced = trace(self._tower, arguments, self._num_towers)
         refuse_kept_values(traced.program)

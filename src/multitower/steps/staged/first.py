@@ -11,7 +11,7 @@ from multitower.engines.segments import is_call, open_calls, slice_of
 from multitower.stages.layout import Layout
 from multitower.steps.optimizing.update import begin
 from multitower.steps.parts import StepParts
-from multitower.steps.staged.state import Block, Head, Parts, Trees, copied
+from multitower.steps.staged.state import Block, Head, StagedParts, Trees, copied
 from multitower.steps.staged.update import SHARED, Homes
 from multitower.steps.state.fields import Fields, shapes_of
 from multitower.steps.state.kept import KeptState
@@ -59,7 +59,7 @@ class First(NamedTuple):
         opt_state, ema = jax.eval_shape(self.begin, fields.params)
         return fields._replace(opt_state=opt_state, ema_params=ema)
 
-    def on_devices(self, homes: Homes, layout: Layout) -> Parts:
+    def on_devices(self, homes: Homes, layout: Layout) -> StagedParts:
         """The parts of the state, each made on its device."""
         params = self._params(homes, layout)
         begin = _Beginning(self, homes, layout)
@@ -71,7 +71,9 @@ class First(NamedTuple):
         rest = (self.fields.step, self.fields.model_state, self.fields.rng)
         count, model_state, rng = jax.tree.map(lambda leaf: copied(leaf, layout.head), rest)
         head = Head(count, model_state, rng, shared)
-        return Parts(blocks, head, homes, Trees.of(self.shapes()), layout.towers.spans_processes)
+        return StagedParts(
+            blocks, head, homes, Trees.of(self.shapes()), layout.towers.spans_processes
+        )
 
     def parameter(self, i: int, device: jax.Device) -> jax.Array:
         """A leaf of the parameters, whole on a device."""

@@ -14,7 +14,7 @@ from multitower.stages.pipeline import Pipeline
 from multitower.steps.parts import Batches, StepParts
 from multitower.steps.staged.first import First
 from multitower.steps.staged.job import StagedJob, rest_of
-from multitower.steps.staged.state import Head, Parts, take_apart
+from multitower.steps.staged.state import Head, StagedParts, parts_of
 from multitower.steps.staged.update import WholeUpdate
 from multitower.steps.staged.updates import Updates
 from multitower.steps.staged.weights import StagedWeights
@@ -86,9 +86,9 @@ class StagedRunner:
             model_state = self._updates.kept(more.pop("good"), model_state, head.model_state)
         state.spend()
         new = parts._replace(blocks=blocks, head=Head(count, model_state, head.rng, opt_state))
-        return KeptState.of_parts(new, Parts.fields, maker), {**metrics, **more}
+        return KeptState.of_parts(new, StagedParts.fields, maker), {**metrics, **more}
 
-    def _parts(self, state: KeptState) -> Parts:
+    def _parts(self, state: KeptState) -> StagedParts:
         """The state in parts for these stages; another runner may have cut the model elsewhere."""
         parts = state.parts()
         if isinstance(parts, First):
@@ -96,7 +96,7 @@ class StagedRunner:
             if parts.spans_processes:
                 check_replicas_of_stages(parts.by_stage(), several=True)  # host-device sync
         elif parts is None or parts.homes != self._homes:
-            parts = take_apart(state.fields(), self._homes, self._layout)
+            parts = parts_of(state.fields(), self._homes, self._layout)
         return parts
 
     def _rest(self, head: Head, batch: BatchParts) -> list[Any]:
@@ -104,7 +104,7 @@ class StagedRunner:
         fields = Fields(head.step, (), (), (), head.model_state, head.rng)
         return jax.tree.leaves(rest_of(fields, _of_this_process(batch)))
 
-    def _params(self, parts: Parts) -> list[dict[int, Any]]:
+    def _params(self, parts: StagedParts) -> list[dict[int, Any]]:
         """The parameters of each replica here, by their numbers in the tower's program."""
         number = self._job.chain.number
         return [

@@ -52,8 +52,8 @@ class Trees(NamedTuple):
         return cls(*(jax.tree.structure(tree) for tree in trees))
 
 
-class Parts(NamedTuple):
-    """A state in parts.
+class StagedParts(NamedTuple):
+    """A state of a model in stages, in parts.
 
     Attributes:
         blocks: one for each replica of this process and, in it, each stage.
@@ -116,7 +116,7 @@ class Parts(NamedTuple):
         }
 
 
-def take_apart(fields: Fields, homes: Homes, layout: Layout) -> Parts:
+def parts_of(fields: Fields, homes: Homes, layout: Layout) -> StagedParts:
     """The parts of a state that is whole; the originals are never overwritten.
 
     If arrays are split over processes, call it on every process.
@@ -148,7 +148,7 @@ def take_apart(fields: Fields, homes: Homes, layout: Layout) -> Parts:
     rest = (fields.step, fields.model_state, fields.rng)
     count, model_state, rng = jax.tree.map(lambda leaf: copied(leaf, layout.head), rest)
     head = Head(count, model_state, rng, shared)
-    return Parts(blocks, head, homes, Trees.of(fields), layout.towers.spans_processes)
+    return StagedParts(blocks, head, homes, Trees.of(fields), layout.towers.spans_processes)
 
 
 def on_cpu(fields: Fields) -> Fields:

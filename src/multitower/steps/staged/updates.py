@@ -18,7 +18,7 @@ from multitower.steps.optimizing.clipping import leaf_squares
 from multitower.steps.optimizing.extra_metrics import NORM, extra_metrics
 from multitower.steps.optimizing.update import finite_leaves, stays_finite
 from multitower.steps.parts import StepParts
-from multitower.steps.staged.state import Block, Parts
+from multitower.steps.staged.state import Block, StagedParts
 from multitower.steps.staged.update import SHARED, WholeUpdate
 
 
@@ -51,7 +51,7 @@ class Updates:
         self._compiled: dict[Any, list[Executable]] = {}
 
     def run(
-        self, parts: Parts, gradients: Sequence[Sequence[list[Packed]]], loss: jax.Array
+        self, parts: StagedParts, gradients: Sequence[Sequence[list[Packed]]], loss: jax.Array
     ) -> tuple[list[list[Block]], dict[int, Any], dict[str, Any]]:
         """Makes one update. Without `skip_nonfinite` it overwrites the blocks.
 
@@ -90,7 +90,9 @@ class Updates:
         key = ("kept", jax.tree.structure(new))
         return self._call(key, _keep, (good, new, old))
 
-    def _told(self, parts: Parts, new: Any, shared: dict[int, Any], squares: Any) -> dict[str, Any]:
+    def _told(
+        self, parts: StagedParts, new: Any, shared: dict[int, Any], squares: Any
+    ) -> dict[str, Any]:
         """The extra metrics of the update, on the head's device."""
         if not self._step.extra_metrics:
             return {}
@@ -162,7 +164,9 @@ class Updates:
             result = jnp.where(more, join(result, all_of[at]), result)
         return result
 
-    def _squares(self, parts: Parts, gradients: Sequence[Sequence[list[Packed]]]) -> list[Any]:
+    def _squares(
+        self, parts: StagedParts, gradients: Sequence[Sequence[list[Packed]]]
+    ) -> list[Any]:
         """The sums of squares of every stage's gradients, from replica 0: all have the same."""
 
         def program(stage: int, params: dict[int, Any], packs: list[Packed]) -> jax.Array:
@@ -193,7 +197,7 @@ class Updates:
         return self._call("shared", program, given)
 
     def _checked(
-        self, parts: Parts, new: Any, shared: Any, finite: dict[int, Any], loss: jax.Array
+        self, parts: StagedParts, new: Any, shared: Any, finite: dict[int, Any], loss: jax.Array
     ) -> tuple[Any, Any, dict[str, Any]]:
         """Checks whether all is finite; if not, `skip_nonfinite` brings back the old state."""
         of_params = [finite[s][0] for s in self._with_params] or [np.zeros(0, bool)]
