@@ -81,7 +81,7 @@ def test_two_towers_with_unequal_numbers_of_bytes_are_one_device(params, rows):
 
 @pytest.mark.slow
 def test_matrices_decay_and_norms_and_the_embedding_do_not(params):
-    optimizer = gpt.make_optimizer(gpt.Options(size="micro", learning_rate=0.5))(1)
+    optimizer = gpt.make_optimizer(gpt.Options(size="micro", learning_rate=0.5))(1).build()
     nothing = jax.tree.map(np.zeros_like, params)
     update = jax.jit(lambda params: optimizer.update(nothing, optimizer.init(params), params)[0])
     update = jax.device_get(update(params))
@@ -94,7 +94,7 @@ def test_matrices_decay_and_norms_and_the_embedding_do_not(params):
 
 @pytest.mark.slow
 def test_the_learning_rate_rises_and_falls_along_a_cosine(params):
-    optimizer = gpt.make_optimizer(gpt.Options(learning_rate=1.0, weight_decay=0))(200)
+    optimizer = gpt.make_optimizer(gpt.Options(learning_rate=1.0, weight_decay=0))(200).build()
     ones = {"norm": jnp.ones(1)}
     state, found = optimizer.init(ones), []
     update = jax.jit(optimizer.update)

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import multitower as mt
-from multitower.recipes.definition import DataSets, Recipe, with_rate
+from multitower.recipes.definition import DataSets, Optimizer, Recipe
 from multitower.runs.options import RunOptions
 from multitower.runs.pipeline import describe_pipeline, pipeline_in_words, planned_pipeline
 from multitower.runs.plan import plan
@@ -296,10 +296,10 @@ def test_epochs_and_extra_metrics(tmp_path):
     # The lies: an epoch of other rows, a schedule of another length, metrics that nobody writes.
     made = []  # 70 rows in batches of 16, 1.6 times, are 7 steps
 
-    def optimizer(steps, *, keeps_rate):
+    def optimizer(steps):
         made.append(steps)
         rate = optax.cosine_decay_schedule(0.3, steps)
-        return with_rate(optax.adam, rate, keeps_rate=keeps_rate)
+        return Optimizer(optax.adam, rate)
 
     recipe = dataclasses.replace(LINE, optimizer=optimizer)
     names = "gradient_norm,learning_rate"

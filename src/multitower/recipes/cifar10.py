@@ -12,7 +12,7 @@ from multitower.data.datasets.cifar10 import download_cifar10, read_cifar10
 from multitower.data.datasets.download import cache_directory
 from multitower.data.datasets.synthetic import make_synthetic
 from multitower.recipes import distortions
-from multitower.recipes.definition import DataSets, Recipe, with_rate
+from multitower.recipes.definition import DataSets, Optimizer, Recipe
 from multitower.recipes.networks import lenet5
 from multitower.recipes.options import ImageOptions, check_range
 from multitower.recipes.scores import score
@@ -186,26 +186,18 @@ def make_ema_decay(ma_decay: float) -> Callable[[jax.Array], jax.Array]:
     return lambda step: jnp.minimum(ma_decay, (1 + step) / (10 + step))
 
 
-def make_optimizer(options: Options) -> Callable[..., optax.GradientTransformation]:
+def make_optimizer(options: Options) -> Callable[..., Optimizer]:
     """Makes the function that makes the optimizer of a run: Adam with `learning_rate`.
 
     Args:
         options: as for `learning_rate`.
 
     Returns:
-        `optimizer(steps, *, steps_per_epoch, keeps_rate=False, keeps_momentum=False)`.
+        `optimizer(steps, *, steps_per_epoch)`.
     """
 
-    def optimizer(
-        steps: int,
-        *,
-        steps_per_epoch: float,
-        keeps_rate: bool = False,
-        keeps_momentum: bool = False,
-    ) -> optax.GradientTransformation:
-        rate = learning_rate(options, steps_per_epoch)
-        momentum = 0.9 if keeps_momentum else None
-        return with_rate(optax.adam, rate, keeps_rate=keeps_rate, momentum=momentum)
+    def optimizer(steps: int, *, steps_per_epoch: float) -> Optimizer:
+        return Optimizer(optax.adam, learning_rate(options, steps_per_epoch), momentum=0.9)
 
     return optimizer
 

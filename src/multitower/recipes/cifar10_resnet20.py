@@ -7,7 +7,7 @@ import jax
 import optax
 
 from multitower.recipes import cifar10, distortions
-from multitower.recipes.definition import Recipe, with_rate
+from multitower.recipes.definition import Optimizer, Recipe
 from multitower.recipes.networks import resnet20
 from multitower.recipes.options import ImageOptions, check_range
 from multitower.recipes.scores import score
@@ -58,14 +58,10 @@ def make_recipe(options: Options) -> Recipe:
         losses = scores["loss"] + options.reg_rate * resnet20.weight_penalty(params)
         return losses, {"accuracy": scores["accuracy"]}, model_state
 
-    def optimizer(
-        steps: int, *, keeps_rate: bool = False, keeps_momentum: bool = False
-    ) -> optax.GradientTransformation:
+    def optimizer(steps: int) -> Optimizer:
         drops = {steps // 2: 0.1, steps * 3 // 4: 0.1}
         rate = optax.piecewise_constant_schedule(options.learning_rate, drops)
-        sgd = lambda rate, momentum=options.momentum: optax.sgd(rate, momentum)
-        momentum = options.momentum if keeps_momentum else None
-        return with_rate(sgd, rate, keeps_rate=keeps_rate, momentum=momentum)
+        return Optimizer(optax.sgd, rate, options.momentum)
 
     return Recipe(
         name="cifar10-resnet20",

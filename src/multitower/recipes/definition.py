@@ -40,9 +40,63 @@ _EXAMPLES = {
     "optimizer": "lambda steps: optax.adam(1e-3)",
 }
 
-# The positional arguments that a run passes to these parts, and those that optimizer may ask for.
+# The positional arguments that a run passes to these parts.
 _CALLS = {"data": (), "init": ("key",), "optimizer": ("steps",)}
-_EXTRAS = ("steps_per_epoch", "keeps_rate", "keeps_momentum")
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An optimizer of which a run may report the learning rate, or lower the momentum.
+
+    A recipe's `optimizer` may return one in place of an optax optimizer. A run that reports the
+    learning rate, or corrects the momentum of asynchronous updates, makes it by
+    `optax.inject_hyperparams`, which keeps the two in the optimizer's state. Other runs do not,
+    so that their state holds nothing more.
+
+    Attributes:
+        make: `make(learning_rate)` or, with a momentum, `make(learning_rate, momentum)` makes the
+            optax optimizer: for example `optax.sgd` or `optax.adam`.
+        learning_rate: a number, or a function of the number of updates made before.
+        momentum: a number, or None to keep none.
+
+    Example:
+        >>> import optax
+        >>> from multitower.recipes.definition import Optimizer
+        >>> optimizer = Optimizer(optax.sgd, optax.cosine_decay_schedule(0.1, 100), momentum=0.9)
+        >>> state = optimizer.build(keeps_rate=True).init({"w": 1.0})
+        >>> round(float(state.hyperparams["learning_rate"]), 3)
+        0.1
+    """
+
+    make: Callable[..., optax.GradientTransformation]
+    learning_rate: float | Callable[[Any], Any]
+    momentum: float | None = None
+
+    def build(
+        self, *, keeps_rate: bool = False, keeps_momentum: bool = False
+    ) -> optax.GradientTransformation:
+        """Makes the optax optimizer; the learning rate that its state keeps changes no update.
+
+        Args:
+            keeps_rate: whether its state holds the learning rate.
+            keeps_momentum: whether its state holds the momentum, if it has one, and the rate.
+
+        Returns:
+            The optax optimizer.
+        """
+        own = () if self.momentum is None else (self.momentum,)
+
+        # The state holds what these take, by the names of their arguments.
+        def of_rate(learning_rate: Any) -> optax.GradientTransformation:
+            return self.make(learning_rate, *own)
+
+        def of_both(learning_rate: Any, momentum: Any) -> optax.GradientTransformation:
+            return self.make(learning_rate, momentum)
+
+        if keeps_momentum and own:
+            return optax.inject_hyperparams(of_both)(self.learning_rate, *own)
+        make = optax.inject_hyperparams(of_rate) if keeps_rate else of_rate
+        return make(self.learning_rate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +117,9 @@ class Recipe:
         predict: `predict(params, batch)`, scores of the classes, shape (rows, classes); it may take
             keyword-only `model_state`. With it a report shows examples, if the data sets are dicts
             of `"image"`, shape (rows, height, width, 1 or 3), and `"label"`, integers.
-        optimizer: `optimizer(steps)` makes the optax optimizer of a run. It may take keyword-only
-            `steps_per_epoch`, a float, and `keeps_rate` and `keeps_momentum`, bools: whether to
-            make it by `optax.inject_hyperparams`, so that the learning rate can be a metric, and
-            asynchronous updates can lower the momentum.
+        optimizer: `optimizer(steps)` makes the optax optimizer of a run, or an `Optimizer`, so that
+            the learning rate can be a metric and asynchronous updates can lower the momentum. It
+            may take keyword-only `steps_per_epoch`, a float.
         steps: updates of a run, by default.
         global_batch: rows of a step, over all towers, by default.
         distort: `distort(batch, generator)` returns a training batch with random changes, drawn
@@ -108,7 +161,7 @@ class Recipe:
     init: Callable[[jax.Array], Any]
     loss: Callable[..., Any]
     metrics: Callable[..., dict[str, jax.Array]]
-    optimizer: Callable[..., optax.GradientTransformation]
+    optimizer: Callable[..., optax.GradientTransformation | Optimizer]
     steps: int
     global_batch: int
     predict: Callable[..., jax.Array] | None = None
@@ -177,42 +230,18 @@ class Recipe:
         Args:
             steps: updates of the whole run.
             steps_per_epoch: updates in which every example is seen once.
-            keeps_rate: whether its state must hold the learning rate.
-            keeps_momentum: whether its state must hold the momentum.
+            keeps_rate: whether the state of an `Optimizer` is to hold the learning rate.
+            keeps_momentum: whether the state of an `Optimizer` is to hold the momentum.
 
         Returns:
-            The result of `optimizer`, which is called with the arguments that it takes.
+            The result of `optimizer`, or what it builds.
         """
-        extras = dict(zip(_EXTRAS, (steps_per_epoch, keeps_rate, keeps_momentum), strict=True))
-        taken = {name: value for name, value in extras.items() if takes(self.optimizer, name)}
-        return self.optimizer(steps, **taken)
-
-
-def with_rate(
-    make: Callable[..., optax.GradientTransformation],
-    rate: Any,
-    *,
-    keeps_rate: bool,
-    momentum: float | None = None,
-) -> optax.GradientTransformation:
-    """An optimizer with a learning rate; its updates are the same if its state keeps the rate.
-
-    Args:
-        make: makes the optimizer of a learning rate, and of a momentum if there is one.
-        rate: a number, or a schedule.
-        keeps_rate: as for `Recipe.optimizer`.
-        momentum: the momentum that its state keeps, besides the rate; None to keep none.
-    """
-
-    def of_rate(learning_rate: Any) -> optax.GradientTransformation:
-        return make(learning_rate)
-
-    def of_both(learning_rate: Any, momentum: Any) -> optax.GradientTransformation:
-        return make(learning_rate, momentum)
-
-    if momentum is not None:
-        return optax.inject_hyperparams(of_both)(rate, momentum)
-    return optax.inject_hyperparams(of_rate)(rate) if keeps_rate else make(rate)
+        takes_epoch = takes(self.optimizer, "steps_per_epoch")
+        extras = {"steps_per_epoch": steps_per_epoch} if takes_epoch else {}
+        found = self.optimizer(steps, **extras)
+        if isinstance(found, Optimizer):
+            return found.build(keeps_rate=keeps_rate, keeps_momentum=keeps_momentum)
+        return found
 
 
 def _refuse_other_arguments(name: str, part: Callable[..., Any], given: tuple[str, ...]) -> None:
@@ -226,7 +255,8 @@ def _refuse_other_arguments(name: str, part: Callable[..., Any], given: tuple[st
         signature = inspect.signature(part)
     except (TypeError, ValueError):  # some builtins and C functions have no signature
         return
-    extras = {extra: None for extra in _EXTRAS if name == "optimizer" and takes(part, extra)}
+    takes_epoch = name == "optimizer" and takes(part, "steps_per_epoch")
+    extras = {"steps_per_epoch": None} if takes_epoch else {}
     try:
         bound = signature.bind(*given, **extras)
     except TypeError:

@@ -12,7 +12,7 @@ import optax
 
 import multitower as mt
 from multitower.errors import install_command
-from multitower.recipes.definition import DataSets, Recipe, with_rate
+from multitower.recipes.definition import DataSets, Optimizer, Recipe
 from multitower.recipes.networks import lenet5
 from multitower.recipes.options import check_range
 from multitower.recipes.scores import score
@@ -226,23 +226,19 @@ def predict(params: lenet5.Params, batch: dict[str, Any]) -> jax.Array:
     return lenet5.logits(params, batch["image"])
 
 
-def make_optimizer(options: Options) -> Callable[..., optax.GradientTransformation]:
+def make_optimizer(options: Options) -> Callable[[int], Optimizer]:
     """Makes the function that makes the optimizer: Adam, with cosine decay of the learning rate.
 
     Args:
         options: the learning rate and the momentum.
 
     Returns:
-        `optimizer(steps, *, keeps_rate=False, keeps_momentum=False)`.
+        `optimizer(steps)`.
     """
 
-    def optimizer(
-        steps: int, *, keeps_rate: bool = False, keeps_momentum: bool = False
-    ) -> optax.GradientTransformation:
+    def optimizer(steps: int) -> Optimizer:
         rate = optax.cosine_decay_schedule(options.learning_rate, steps)
-        adam = lambda rate, momentum=options.momentum: optax.adam(rate, momentum)
-        momentum = options.momentum if keeps_momentum else None
-        return with_rate(adam, rate, keeps_rate=keeps_rate, momentum=momentum)
+        return Optimizer(optax.adam, rate, options.momentum)
 
     return optimizer
 

@@ -15,7 +15,7 @@ import optax
 
 import multitower as mt
 from multitower.data.datasets.text import Text, make_synthetic_text, read_text
-from multitower.recipes.definition import DataSets, Recipe, with_rate
+from multitower.recipes.definition import DataSets, Optimizer, Recipe
 from multitower.recipes.generation import generate
 from multitower.recipes.networks import transformer
 from multitower.recipes.options import check_range
@@ -189,32 +189,29 @@ def metrics(params: transformer.Params, batch: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def make_optimizer(options: Options) -> Callable[..., optax.GradientTransformation]:
+def make_optimizer(options: Options) -> Callable[[int], Optimizer]:
     """Makes the function that makes the optimizer: AdamW with warm-up and cosine decay.
 
     Args:
         options: the learning rate and the weight decay.
 
     Returns:
-        `optimizer(steps, *, keeps_rate=False, keeps_momentum=False)`. The learning rate rises over
-        the first twentieth of the steps and falls along half a cosine to a tenth.
+        `optimizer(steps)`. The learning rate rises over the first twentieth of the steps and falls
+        along half a cosine to a tenth.
     """
     peak = options.learning_rate
     if peak is None:
         peak = SIZES[options.size].learning_rate
 
-    def optimizer(
-        steps: int, *, keeps_rate: bool = False, keeps_momentum: bool = False
-    ) -> optax.GradientTransformation:
+    def optimizer(steps: int) -> Optimizer:
         warm_up = steps // 20
         rate = optax.warmup_cosine_decay_schedule(
             peak / (warm_up + 1), peak, warm_up, steps, end_value=peak / 10
         )
-        adamw = lambda rate, momentum=_MOMENTUM: optax.adamw(
+        adamw = lambda rate, momentum: optax.adamw(
             rate, momentum, b2=0.95, weight_decay=options.weight_decay, mask=is_decayed
         )
-        momentum = _MOMENTUM if keeps_momentum else None
-        return with_rate(adamw, rate, keeps_rate=keeps_rate, momentum=momentum)
+        return Optimizer(adamw, rate, _MOMENTUM)
 
     return optimizer
 

@@ -12,7 +12,7 @@ import multitower as mt
 from multitower.data.datasets.download import cache_directory
 from multitower.data.datasets.mnist import download_mnist, read_mnist
 from multitower.data.datasets.synthetic import make_synthetic
-from multitower.recipes.definition import DataSets, Recipe, with_rate
+from multitower.recipes.definition import DataSets, Optimizer, Recipe
 from multitower.recipes.networks import conv_net, lenet5
 from multitower.recipes.options import ImageOptions, check_range
 from multitower.recipes.scores import score
@@ -65,12 +65,7 @@ def make_recipe(options: Options) -> Recipe:
         loss=loss_lenet5 if is_lenet5 else make_loss(options.dropout_rate),
         metrics=lambda params, batch: score(predict(params, batch), batch["label"]),
         predict=predict,
-        optimizer=lambda steps, *, keeps_rate=False, keeps_momentum=False: with_rate(
-            optax.adam,
-            options.learning_rate,
-            keeps_rate=keeps_rate,
-            momentum=0.9 if keeps_momentum else None,
-        ),
+        optimizer=lambda steps: Optimizer(optax.adam, options.learning_rate, momentum=0.9),
         steps=1000,
         global_batch=128,
     )
