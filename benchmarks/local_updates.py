@@ -50,7 +50,7 @@ def main() -> None:
     mt.configure(simulated_devices=given.devices)
     import optax
 
-    from multitower.recipes.catalog import find_recipe
+    from multitower.recipes import find_recipe
 
     settings = {"synthetic": "true"} if given.recipe == "cifar10" else {}
     recipe = find_recipe(given.recipe, settings)

@@ -58,7 +58,7 @@ def lenet(run_dir: str, hooks: list[Any]) -> Callable[[], Any]:
     """2000 steps of the recipe cifar10 on synthetic images, a checkpoint every 500."""
     import jax
 
-    from multitower.recipes.catalog import find_recipe
+    from multitower.recipes import find_recipe
 
     recipe = find_recipe("cifar10", {"synthetic": "true"})
     train = recipe.data().train

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from multitower.recipes.definition import DataSets, Recipe
+from multitower.recipes import DataSets, Recipe
 
 
 def load():  # the rows of every array belong together: one example each

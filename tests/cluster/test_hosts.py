@@ -143,7 +143,7 @@ def test_a_host_that_is_cut_off_ends_both_and_costs_no_checkpoint(hosts, tmp_pat
 NUM_PARAMETERS = 2**20
 WIDE = f"""
 import jax.numpy as jnp, numpy as np, optax
-from multitower.recipes.definition import DataSets, Recipe
+from multitower.recipes import DataSets, Recipe
 
 def load():
     x = np.random.default_rng(0).normal(size=(64, {NUM_PARAMETERS // 64})).astype(np.float32)

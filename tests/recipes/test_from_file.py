@@ -71,13 +71,13 @@ def test_modules_beside_the_file_are_found_through_a_link_to_it(tmp_path):
         ("x = 1", "mine.py defines no recipe. End it with: recipe = Recipe("),
         (
             "recipe = {'name': 'x'}",
-            "recipe of type dict: it must be a Recipe, from multitower.recipes.definition",
+            "recipe of type dict: it must be a Recipe, from multitower.recipes",
         ),
         ("\n\nrecipe = 1 / 0", "mine.py, line 3: ZeroDivisionError: division by zero"),
         ("\ndef recipe(:", "mine.py, line 2: SyntaxError"),
         ("import no_such_module", "mine.py, line 1: ModuleNotFoundError: No module named"),
         (
-            "from multitower.recipes.definition import Recipe\nrecipe = Recipe(name='x')",
+            "from multitower.recipes import Recipe\nrecipe = Recipe(name='x')",
             "line 2: TypeError",
         ),
         (

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import multitower as mt
-from multitower.recipes.definition import DataSets, Recipe
+from multitower.recipes import DataSets, Recipe
 from multitower.runs.options import RunOptions
 from multitower.runs.train import run
 

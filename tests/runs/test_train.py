@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import multitower as mt
-from multitower.recipes.definition import DataSets, Optimizer, Recipe
+from multitower.recipes import DataSets, Optimizer, Recipe
 from multitower.runs.options import RunOptions
 from multitower.runs.pipeline import describe_pipeline, pipeline_in_words, planned_pipeline
 from multitower.runs.plan import plan

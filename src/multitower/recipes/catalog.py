@@ -34,7 +34,7 @@ def find_recipe(name: str, settings: Mapping[str, str] | None = None) -> Recipe:
             ones. Or the file cannot be run, or defines no recipe.
 
     Example:
-        >>> from multitower.recipes.catalog import find_recipe
+        >>> from multitower.recipes import find_recipe
         >>> find_recipe("digits").steps
         500
         >>> find_recipe("cifar10", {"synthetic": "true"}).options["synthetic"]
@@ -46,7 +46,7 @@ def find_recipe(name: str, settings: Mapping[str, str] | None = None) -> Recipe:
     if not isinstance(found, Recipe):
         raise mt.RunError(
             f"{name} defines a recipe of type {type(found).__name__}: it must be a "
-            "Recipe, from multitower.recipes.definition."
+            "Recipe, from multitower.recipes."
         )
     return found if options is None else dataclasses.replace(found, options=as_json(options))
 
@@ -64,7 +64,7 @@ def option_names(name: str) -> tuple[str, ...]:
         RunError: there is no such recipe.
 
     Example:
-        >>> from multitower.recipes.catalog import option_names
+        >>> from multitower.recipes import option_names
         >>> option_names("digits"), option_names("cifar10")[:3]
         (('learning_rate', 'momentum', 'penalty_rate'), ('data', 'synthetic', 'lr_base'))
     """

@@ -21,7 +21,7 @@ class DataSets(NamedTuple):
 
     Example:
         >>> import numpy as np
-        >>> from multitower.recipes.definition import DataSets
+        >>> from multitower.recipes import DataSets
         >>> rows = np.arange(10.0, dtype=np.float32)
         >>> sets = DataSets(train={"x": rows[:8]}, test={"x": rows[8:]})
         >>> sets.test["x"].tolist()
@@ -61,7 +61,7 @@ class Optimizer:
 
     Example:
         >>> import optax
-        >>> from multitower.recipes.definition import Optimizer
+        >>> from multitower.recipes import Optimizer
         >>> optimizer = Optimizer(optax.sgd, optax.cosine_decay_schedule(0.1, 100), momentum=0.9)
         >>> state = optimizer.build(keeps_rate=True).init({"w": 1.0})
         >>> round(float(state.hyperparams["learning_rate"]), 3)
@@ -139,7 +139,7 @@ class Recipe:
 
     Example:
         >>> import jax, jax.numpy as jnp, numpy as np, optax
-        >>> from multitower.recipes.definition import DataSets, Recipe
+        >>> from multitower.recipes import DataSets, Recipe
         >>> rows = {"x": np.arange(8.0, dtype=np.float32)}
         >>> errors = lambda w, batch: (w * batch["x"] - 3 * batch["x"]) ** 2
         >>> recipe = Recipe(
@@ -213,7 +213,7 @@ class Recipe:
         if not isinstance(found, DataSets):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ArgumentError(
                 f"the recipe's data() returned {type(found).__name__}: it must return "
-                "DataSets(train=..., test=...), from multitower.recipes.definition."
+                "DataSets(train=..., test=...), from multitower.recipes."
             )
         return found
 

@@ -64,7 +64,7 @@ def load_recipe_file(path: Path) -> ModuleType:
         raise mt.RunError(
             f"{path} defines no recipe. End it with: recipe = Recipe(name=..., data=..., init=..., "
             "loss=..., metrics=..., optimizer=..., steps=..., global_batch=...), with "
-            "from multitower.recipes.definition import Recipe."
+            "from multitower.recipes import Recipe."
         )
     return module
 

@@ -47,7 +47,7 @@ def sample(
 
     Example:
         >>> from pathlib import Path
-        >>> from multitower.recipes.catalog import find_recipe
+        >>> from multitower.recipes import find_recipe
         >>> from multitower.runs.options import RunOptions
         >>> from multitower.runs.sample import sample
         >>> sample(find_recipe("digits"), RunOptions(), Path("runs/a"), "To be, or")

@@ -74,7 +74,7 @@ def run(
         MultitowerError: as for `Trainer.fit` and `Trainer.evaluate`.
 
     Example:
-        >>> from multitower.recipes.catalog import find_recipe
+        >>> from multitower.recipes import find_recipe
         >>> from multitower.runs.options import RunOptions
         >>> from multitower.runs.train import run
         >>> result = run(find_recipe("digits"), RunOptions(steps=2, global_batch=16, devices=1))
@@ -220,7 +220,7 @@ def score(
 
     Example:
         >>> from pathlib import Path
-        >>> from multitower.recipes.catalog import find_recipe
+        >>> from multitower.recipes import find_recipe
         >>> from multitower.runs.options import RunOptions
         >>> from multitower.runs.train import score
         >>> score(find_recipe("digits"), RunOptions(devices=1), Path("nowhere"))

@@ -123,7 +123,7 @@ def scale(
         MultitowerError: an error of the recipe's steps.
 
     Example:
-        >>> from multitower.recipes.catalog import find_recipe
+        >>> from multitower.recipes import find_recipe
         >>> from multitower.runs.options import RunOptions
         >>> from multitower.scaling.measure import ScalingOptions, scale
         >>> how = ScalingOptions(kinds=("strong",), steps=1, rounds=1)
