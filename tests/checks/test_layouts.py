@@ -51,12 +51,18 @@ RIGHT = {
     "put back": lambda w, x: (
         jnp.tanh((by_time(x) @ w).reshape(len(x), -1)).reshape(-1).reshape(TIMES, -1).mean(0)
     ),
+    "one copy": lambda w, x: (jnp.tile(x[:, 0], (3, 1)) @ w)[len(x) : 2 * len(x)],
+    "all copies but one": lambda w, x: ((jnp.tile(x[:, 0], (3, 1)) @ w)[len(x) :] ** 2).mean(),
+    "one of each": lambda w, x: (jnp.repeat(x[:, 0], 5, axis=0) @ w)[4::5] ** 2,
     "mean of sums": lambda w, x: (by_time(x) @ w).reshape(len(x), -1).sum(1).mean() / TIMES,
 }
 WRONG = {
     "halves": lambda w, x: jnp.concatenate(two_losses(w, x)).reshape(len(x), 2).mean(1),
     "time first": lambda w, x: ((by_time(x) @ w) ** 2).reshape(len(x), -1).mean(1),
     "tokens": lambda w, x: ((x @ w) ** 2).reshape(-1).reshape(TIMES, -1).mean(0),
+    "first values": lambda w, x: ((jnp.repeat(x[:, 0], 2, axis=0) @ w)[: len(x)] ** 2).mean(),
+    "every other copy": lambda w, x: (jnp.tile(x[:, 0] @ w, 2)[::2] * x[:, 1, 0]).mean(),
+    "a shifted copy": lambda w, x: (jnp.tile(x[:, 0] @ w, 2)[1 : len(x) + 1] * x[:, 1, 0]).mean(),
     "square of a sum": lambda w, x: ((by_time(x) @ w).reshape(len(x), -1).sum(1) ** 2).mean(),
     "repeat and tile": lambda w, x: (jnp.repeat(x[:, 0] @ w, 2) * jnp.tile(x[:, 1] @ w, 2)).mean(),
     "labels in another order": lambda w, x: cross_entropy(

@@ -91,17 +91,35 @@ def laid_apart(place: str) -> str:
 def pairs_layouts(equation: Any, inputs: Sequence[Flow], reader: Reader) -> bool:
     """Whether it brings together values that lie row by row, and one row after the other.
 
+    So does a slice that takes all values of some rows, and none of others, as in
+    `jnp.repeat(x, 2, axis=0)[:len(x)]`: they stand where values of all rows belong.
+
     Args:
         equation: the operation.
         inputs: what is known of its inputs.
         reader: knows the axes of rows.
     """
+    if equation.primitive.name == "slice":
+        return _leaves_rows_out(equation, inputs[0], reader)
     looks_up = equation.primitive.name in operations.FINDS
     if looks_up and not getattr(
         equation.params.get("dimension_numbers"), "operand_batching_dims", ()
     ):
         return False
     return len(_inners(equation, inputs, reader) - {None}) > 1
+
+
+def _leaves_rows_out(equation: Any, flow: Flow, reader: Reader) -> bool:
+    atom, result = equation.invars[0], equation.outvars[0]
+    axis, inner = _axis(atom, reader), _inner_of(atom, flow, reader)
+    if axis is None or inner is None or flow.order is not None or _axis(result, reader) is None:
+        return False
+    start, strides = equation.params["start_indices"][axis], equation.params["strides"]
+    stride, size = strides[axis] if strides else 1, result.aval.shape[axis]
+    all_rows = reader.tower_rows * inner
+    takes_copies = stride == 1 and start % all_rows == size % all_rows == 0
+    takes_one_of_each = stride == inner and start % all_rows < inner
+    return not (takes_copies or (takes_one_of_each and size % reader.tower_rows == 0))
 
 
 def with_inner(
