@@ -602,6 +602,20 @@ def one_pair_by_vmap(w, x):
     return jax.vmap(lambda z: z[0] @ z[1])((x * w).reshape(2, -1, 3).swapaxes(0, 1)).mean()
 
 
+def one_pair_after_another(w, x):
+    pairs = (x * w).reshape(2, -1, 3).swapaxes(0, 1)
+    return jax.lax.map(lambda z: (z.sum(0) ** 2).sum(), pairs).mean()
+
+
+def views_side_by_side(w, x):
+    return jax.lax.map(lambda views: views[0] @ views[1], tuple((x * w).reshape(2, -1, 3))).mean()
+
+
+def pair_of_what_a_loop_made(w, x):
+    views = jax.lax.map(lambda z: jnp.tanh(z @ w), x.reshape(2, -1, 3).swapaxes(0, 1))
+    return (views[:, 0] * views[:, 1]).mean()
+
+
 def other_view(w, x):
     z = (x * w).reshape(2, -1, 3)
     return jnp.einsum("vbd,vbd->b", z, z[::-1]).mean()
@@ -623,6 +637,9 @@ VIEWS = [
     softmax_of_views,
     one_pair_by_vmap,
     other_view,
+    one_pair_after_another,
+    views_side_by_side,
+    pair_of_what_a_loop_made,
 ]
 
 
@@ -754,6 +771,8 @@ def test_a_checkpoint_in_a_loop_over_rows_only_adds_them_up():
             (x @ w) * jnp.tanh((x @ w).reshape(2, -1)[::-1].ravel()).reshape(2, -1)[::-1].ravel()
         ),
         lambda w, x: jnp.prod((x @ w).reshape(-1, 2).T, axis=0).mean(),
+        lambda w, x: jax.lax.map(lambda z: z[0] @ z[1], (x * w).reshape(-1, 2, 3)).mean(),
+        lambda w, x: jax.lax.map(jnp.sum, (x * w).reshape(2, -1, 3).swapaxes(0, 1)).mean(),
         lambda w, x: jnp.einsum("bvd,bvd->b", x.reshape(-1, 2, 3), x.reshape(-1, 2, 3) * w).mean(),
         lambda w, x: jnp.einsum(
             "vbd,vbd->vb", (x * w).reshape(2, -1, 3), x.reshape(2, -1, 3)
@@ -780,6 +799,8 @@ def test_a_checkpoint_in_a_loop_over_rows_only_adds_them_up():
         "second half first and back",
         "reversed rows and back",
         "product of pairs",
+        "one pair after another",
+        "sums one after another",
         "pairs by einsum",
         "views by einsum",
     ],

@@ -65,6 +65,22 @@ def with_chunks(
     ]
 
 
+def in_a_turn(chunk: int | Chunks | None) -> int | Chunks | None:
+    """The chunk of what a loop takes in one turn of an array with this one, along axis 0."""
+    if not isinstance(chunk, Chunks):
+        return chunk
+    if chunk.axis == 0:
+        return None
+    return chunk._replace(axis=chunk.axis - 1, rows=chunk.rows - 1 if chunk.rows else None)
+
+
+def of_all_turns(chunk: int | Chunks | None) -> int | Chunks | None:
+    """The chunk of the array in which a loop puts together what its turns give, along axis 0."""
+    if not isinstance(chunk, Chunks):
+        return chunk
+    return chunk._replace(axis=chunk.axis + 1, rows=0 if chunk.rows is None else chunk.rows + 1)
+
+
 def turned(equation: Any, flow: Flow, tower_rows: int) -> tuple[tuple[Chunks, int], int] | None:
     """The order of rows that a reshape makes of chunks whose rows come first, one of each chunk.
 
@@ -78,7 +94,7 @@ def turned(equation: Any, flow: Flow, tower_rows: int) -> tuple[tuple[Chunks, in
         the result is no such rows.
     """
     chunk, (before, after) = flow.chunk, _shapes([equation.invars[0], equation.outvars[0]])
-    if not isinstance(chunk, Chunks):
+    if not isinstance(chunk, Chunks) or chunk.rows is None:
         return None
     is_apart = chunk.axis == chunk.rows + 1
     if not is_apart and not (chunk.is_reversed and chunk.rows == chunk.axis + 1):
@@ -93,17 +109,16 @@ def turned_back(equation: Any, flow: Flow, tower_rows: int) -> Chunks | None:
     if flow.order is None or flow.order.turned is None:
         return None
     chunk, each = flow.order.turned
-    found = _cut(equation, tower_rows)
-    if found is None:
+    axis = _cut(equation, tower_rows)
+    if axis is None:
         return None
-    is_apart = chunk.axis > chunk.rows
-    size = equation.outvars[0].aval.shape[found.rows if not is_apart else found.axis]
-    axes = (found.rows, found.axis) if is_apart else (found.axis, found.rows)
-    return Chunks(*axes, chunk.is_reversed) if size == each else None
+    is_apart = chunk.rows is not None and chunk.axis > chunk.rows
+    found = Chunks(axis + is_apart, axis + (not is_apart), chunk.is_reversed)
+    return found if equation.outvars[0].aval.shape[found.rows or 0] == each else None
 
 
-def _cut(equation: Any, tower_rows: int) -> Chunks | None:
-    """The chunks that a reshape of rows makes."""
+def _cut(equation: Any, tower_rows: int) -> int | None:
+    """The axis of the chunks that a reshape of rows makes; that of the rows is behind it."""
     before, after = _shapes([equation.invars[0], equation.outvars[0]])
     if tower_rows not in before:
         return None
@@ -111,7 +126,7 @@ def _cut(equation: Any, tower_rows: int) -> Chunks | None:
     for axis in range(len(after) - 1):
         is_whole = 1 < after[axis] < tower_rows == after[axis] * after[axis + 1]
         if is_whole and math.prod(after[:axis]) == in_front:
-            return Chunks(axis, axis + 1)
+            return axis
     return None
 
 
@@ -122,9 +137,10 @@ def _chunks_of_results(
     name, num_results = equation.primitive.name, len(equation.outvars)
     chunks = {flow.chunk for flow in inputs} - {None}
     if name == "reshape" and not chunks:
-        is_plain = inputs[0].order is None
-        back = turned_back(equation, inputs[0], tower_rows)
-        return [_cut(equation, tower_rows) if is_plain else back]
+        if inputs[0].order is not None:
+            return [turned_back(equation, inputs[0], tower_rows)]
+        axis = _cut(equation, tower_rows)
+        return [None if axis is None else Chunks(axis, axis + 1)]
     if not chunks or name in _BESIDE or pairs_chunks(equation, inputs):
         return [None] * num_results
     found = _in_result(equation, inputs)
@@ -157,9 +173,11 @@ def _in_result(equation: Any, inputs: Sequence[Flow]) -> set[int | Chunks]:
     found: set[int | Chunks] = set()
     for number, flow in enumerate(inputs):
         if isinstance(flow.chunk, Chunks):
-            axis, rows = (_moved(equation, number, one) for one in flow.chunk[:2])
-            if axis is not None and rows is not None:
-                found.add(flow.chunk._replace(axis=axis, rows=rows))
+            axis, rows = flow.chunk[:2]
+            axis = _moved(equation, number, axis)
+            moved = None if rows is None else _moved(equation, number, rows)
+            if axis is not None and (moved is None) == (rows is None):
+                found.add(flow.chunk._replace(axis=axis, rows=moved))
         elif flow.chunk is not None:
             found.add(flow.chunk)
     return found

@@ -19,12 +19,12 @@ class Chunks(NamedTuple):
 
     Attributes:
         axis: the axis of the chunks.
-        rows: the axis of the rows in a chunk.
+        rows: the axis of the rows in a chunk; None in a loop over these rows.
         is_reversed: whether the last chunk comes first.
     """
 
     axis: int
-    rows: int
+    rows: int | None
     is_reversed: bool = False
 
 

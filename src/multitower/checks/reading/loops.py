@@ -8,7 +8,7 @@ from jax.extend import core
 
 from multitower.checks.equations import follow, program_inside
 from multitower.checks.reading import operations
-from multitower.checks.reading.chunks import pairing
+from multitower.checks.reading.chunks import in_a_turn, of_all_turns, pairing
 from multitower.checks.reading.counts import is_zero
 from multitower.checks.reading.flow import (
     SUM_OF_CHUNKS,
@@ -73,10 +73,12 @@ def _scan(reader: Reader, equation: Any, inputs: list[Flow]) -> list[Flow]:
         carried = zip(inputs[num_shared:], is_count, strict=False)
         numbered = [row_number if counts else flow for flow, counts in carried]
         inputs = [*inputs[:num_shared], *numbered, *inputs[num_given:]]
-    scanned = [flow.chunk for flow in inputs[num_given:]]
-    over_chunks = any(isinstance(chunk, Chunks) and chunk.axis == 0 for chunk in scanned)
-    inputs = [*inputs[:num_given], *(replace(flow, chunk=None) for flow in inputs[num_given:])]
+    scanned = inputs[num_given:]
+    over_chunks = any(isinstance(x.chunk, Chunks) and x.chunk.axis == 0 for x in scanned)
+    inputs = [*inputs[:num_given], *(replace(x, chunk=in_a_turn(x.chunk)) for x in scanned)]
     outputs = _loop(reader, program, inputs, num_shared, num_carried, is_count=is_count)
+    stacked = [replace(x, chunk=of_all_turns(x.chunk)) for x in outputs[num_carried:]]
+    outputs = [*outputs[:num_carried], *stacked]
     if over_chunks:
         return _scan_chunks(reader, equation, outputs, sums_up(program, num_shared, num_carried))
     is_carried = any(flow.word != "free" for flow in outputs[:num_carried])
@@ -153,10 +155,12 @@ def _scan_chunks(
             else replace(flow, mixed=all_places([flow], [place]), roots=roots_of([flow], place))
             for flow in outputs
         ]
-    chunks = [SUM_OF_CHUNKS] * len(adds) + [Chunks(0, 1)] * (len(outputs) - len(adds))
+    stacked = [atom.aval.shape for atom in equation.outvars[len(adds) :]]
+    is_by_row = [shape[1:] and shape[0] * shape[1] == reader.tower_rows for shape in stacked]
+    of_all = [Chunks(0, 1) if is_whole else None for is_whole in is_by_row]
     return [
         replace(flow, chunk=chunk) if flow.word == "by row" else flow
-        for flow, chunk in zip(outputs, chunks, strict=True)
+        for flow, chunk in zip(outputs, [SUM_OF_CHUNKS] * len(adds) + of_all, strict=True)
     ]
 
 
