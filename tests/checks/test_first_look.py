@@ -616,6 +616,16 @@ def pair_of_what_a_loop_made(w, x):
     return (views[:, 0] * views[:, 1]).mean()
 
 
+def views_of_a_branch(w, x):
+    z = jax.lax.cond(w[0] > 0, jnp.tanh, jnp.sin, (x @ w).reshape(2, -1))
+    return (z[0] * z[1]).mean()
+
+
+def views_that_a_loop_carries(w, x):
+    z = jax.lax.fori_loop(0, 3, lambda _, z: jnp.tanh(z * w[0]), (x @ w).reshape(2, -1))
+    return (z[0] * z[1]).mean()
+
+
 def other_view(w, x):
     z = (x * w).reshape(2, -1, 3)
     return jnp.einsum("vbd,vbd->b", z, z[::-1]).mean()
@@ -640,6 +650,8 @@ VIEWS = [
     one_pair_after_another,
     views_side_by_side,
     pair_of_what_a_loop_made,
+    views_of_a_branch,
+    views_that_a_loop_carries,
 ]
 
 

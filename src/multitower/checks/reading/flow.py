@@ -233,6 +233,7 @@ def join(a: Flow, b: Flow) -> Flow:
     word, more = worse.word, ()
     if {a.word, b.word} == {"by row", "linear"}:
         word, more = "mixed", tuple(place for place in (worse.origin,) if place)
+    chunks = {flow.chunk for flow in (a, b) if flow.word != "free"}
     both_mean = a.is_mean and b.is_mean
     is_mean = both_mean or (worse.is_mean and "free" in (a.word, b.word))
     return Flow(
@@ -258,6 +259,7 @@ def join(a: Flow, b: Flow) -> Flow:
         is_steady=a.is_steady and b.is_steady,
         per_row=a.per_row and b.per_row,
         beside=(a.beside or b.beside) if word == "linear" else None,
+        chunk=chunks.pop() if len(chunks) == 1 else None,
     )
 
 
