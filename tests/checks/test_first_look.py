@@ -133,6 +133,14 @@ def test_pairs_of_neighbours_in_towers_of_three_rows_are_told():
     mt.grad(loss, towers=4, devices=2)(W, np.concatenate([X, X])[:16])
 
 
+def test_the_partner_of_a_row_in_towers_of_three_rows_is_told():
+    # The lie: i ^ 1 finds a row of this tower, as it does in towers of two or four rows.
+    loss = lambda w, x: ((x @ w) * (x @ w)[jnp.arange(len(x)) ^ 1]).mean()
+    with pytest.warns(mt.MultitowerWarning, match=r"loss \(gather .*\): rows are brought together"):
+        look_at(mt.grad(loss, towers=4, devices=2), np.concatenate([X, X])[:12])
+    look_at(mt.grad(loss, towers=4, devices=2), np.concatenate([X, X])[:16])
+
+
 def test_one_warning_for_all_results_of_one_line():
     # The lie: four long warnings, and one line to change.
     def loss(w, x):

@@ -257,7 +257,7 @@ class _Reader:
             roots_of(inputs, mixing),
             varies=varies,
             is_drawn=name in operations.DRAWS or any(flow.is_drawn for flow in inputs),
-            is_index=is_index(equation, inputs, self.num_rows),
+            is_index=is_index(equation, inputs, self.num_rows, self.real_rows),
             is_number=is_number(equation, inputs, self.num_rows),
             placed=placed(equation, word, inputs, self),
             sources=frozenset[int]().union(*(flow.sources for flow in inputs)),

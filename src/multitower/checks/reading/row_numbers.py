@@ -8,13 +8,14 @@ from multitower.checks.reading import operations
 from multitower.checks.reading.flow import Flow
 
 
-def is_index(equation: Any, inputs: list[Flow], num_rows: int) -> bool:
+def is_index(equation: Any, inputs: list[Flow], num_rows: int, real_rows: int) -> bool:
     """Whether a result may be an index that finds row i: made of the numbers of the rows.
 
     Args:
         equation: the operation.
         inputs: what is known of its inputs.
         num_rows: the size of every axis of rows.
+        real_rows: the number of rows of a real tower; 0 if it is not known.
     """
     name = equation.primitive.name
     if name == "iota":
@@ -23,7 +24,10 @@ def is_index(equation: Any, inputs: list[Flow], num_rows: int) -> bool:
     # (i + 1) % n is the row after, and n - 1 - i the one at the other end.
     is_next = name == "rem" and of_rows[0] and inputs[1].value == num_rows
     is_backwards = name in ("neg", "rev") or (name == "sub" and of_rows == [False, True])
-    return any(of_rows) and not (is_next or is_backwards or _is_moved(name, inputs, num_rows))
+    # i ^ 1 is the neighbour in a pair of rows, which an odd number of rows cuts.
+    is_cut = name == "xor" and real_rows % 2 == 1
+    is_other = is_next or is_backwards or is_cut
+    return any(of_rows) and not (is_other or _is_moved(name, inputs, num_rows))
 
 
 def is_number(equation: Any, inputs: list[Flow], num_rows: int) -> bool:
