@@ -53,6 +53,7 @@ RIGHT = {
     ),
     "one copy": lambda w, x: (jnp.tile(x[:, 0], (3, 1)) @ w)[len(x) : 2 * len(x)],
     "all copies but one": lambda w, x: ((jnp.tile(x[:, 0], (3, 1)) @ w)[len(x) :] ** 2).mean(),
+    "some of each": lambda w, x: ((jnp.repeat(x[:, 0], 6, axis=0) @ w)[1::2] ** 2).mean(),
     "one of each": lambda w, x: (jnp.repeat(x[:, 0], 5, axis=0) @ w)[4::5] ** 2,
     "mean of sums": lambda w, x: (by_time(x) @ w).reshape(len(x), -1).sum(1).mean() / TIMES,
 }

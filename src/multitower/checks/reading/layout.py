@@ -116,10 +116,10 @@ def _leaves_rows_out(equation: Any, flow: Flow, reader: Reader) -> bool:
         return False
     start, strides = equation.params["start_indices"][axis], equation.params["strides"]
     stride, size = strides[axis] if strides else 1, result.aval.shape[axis]
-    all_rows = reader.tower_rows * inner
-    takes_copies = stride == 1 and start % all_rows == size % all_rows == 0
-    takes_one_of_each = stride == inner and start % all_rows < inner
-    return not (takes_copies or (takes_one_of_each and size % reader.tower_rows == 0))
+    # Of each row all values, or every second one ...: the first row's, then the next row's.
+    begins = start % (reader.tower_rows * inner) < stride
+    is_whole = inner % stride == 0 and size % (reader.tower_rows * inner // stride) == 0
+    return not (begins and is_whole)
 
 
 def with_inner(
