@@ -320,7 +320,7 @@ class Trainer:
             >>> losses = lambda w, batch: (w - batch["x"]) ** 2
             >>> data = {"x": np.full(16, 3.0, np.float32)}
             >>> batches = lambda first: mt.make_batches(data, global_batch=8, seed=0, first=first)
-            >>> trainer = mt.Trainer(losses, optax.sgd(0.1), towers=8, hooks=[])
+            >>> trainer = mt.Trainer(losses, optax.sgd(0.1), hooks=[])
             >>> int(trainer.fit(jnp.float32(0.0), batches, epochs=1.5).step)
             3
         """
