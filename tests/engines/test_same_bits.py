@@ -113,7 +113,7 @@ def test_same_bits_with_the_devices_in_another_order(on_one_device):
     assert fingerprints("mlp/sgd/float32", 6, mt.devices(3)[::-1]) == on_one_device
 
 
-@pytest.mark.parametrize("num_devices", [2, 3])
+@pytest.mark.parametrize("num_devices", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_same_bits_with_towers_strided_over_devices(num_devices, on_one_device, monkeypatch):
     """Lie: an order of additions that follows the devices, not the towers."""
 

@@ -196,7 +196,8 @@ def in_parallel(own):
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        *((name, way) for name in HELD for way in (closed_over, of_a_global)),
+        *((name, of_a_global) for name in HELD),
+        *(pytest.param(name, closed_over, marks=pytest.mark.slow) for name in HELD),
         *((name, an_argument) for name in ARGUMENTS),
         *((name, way) for name in ("Linen", "train state") for way in (of_a_default, in_parallel)),
     ],

@@ -249,7 +249,10 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize(
+    "edit",
+    [pytest.param(edit, marks=[pytest.mark.slow] * (edit == "sixty")) for edit in EDITS],
+)
 def test_every_edit_is_noticed_by_name_and_made_if_allowed(edit):
     """Lie: "with the new value", and what keeps its size, or is 0, or is one of many, is old."""
 
