@@ -212,7 +212,10 @@ def test_the_state_of_another_optimizer_is_refused():
 
 
 def test_options_that_exclude_each_other():
-    with pytest.raises(mt.ArgumentError, match="leave skip_nonfinite out"):
+    with pytest.raises(
+        mt.ArgumentError,
+        match=r"as skip_nonfinite \(on_nonfinite='skip' of a Trainer\) would: leave that out",
+    ):
         make(shard_update=True, skip_nonfinite=True)
 
 

@@ -30,6 +30,7 @@ _CALLS = (
     (re.compile(r"\b(?:mt\.)?configure\(simulated_devices=(\d+)\)"), r"--simulate \1"),
 )
 _CHANGES = ", choose another run_dir, or pass allow_changes=True"  # an argument of Trainer.fit
+_SKIPS = re.compile(r"\bskip_nonfinite\b(=True)?( \(on_nonfinite='skip' of a Trainer\))?")
 _LEAVE = re.compile(rf"\b([Ll]eave )({_NAMES})\b(?! *=)")
 
 
@@ -46,7 +47,7 @@ def in_flags(message: str) -> str:
     for pattern, said in _CALLS:
         message = pattern.sub(said, message)
     message = _LEAVE.sub(lambda found: found[1] + _flag(found[2], None), message)
-    message = re.sub(r"\bskip_nonfinite\b(=True)?", f"{flag_of('on_nonfinite')} skip", message)
+    message = _SKIPS.sub(f"{flag_of('on_nonfinite')} skip", message)
     return _WITH_VALUE.sub(lambda found: _flag(found[1], found[2]), message)
 
 

@@ -65,7 +65,7 @@ def check_shards(
     if shard_update and towers is not None and skip_nonfinite:
         raise ArgumentError(
             "shard_update=True with towers= cannot take back a block's update, as skip_nonfinite "
-            "would: leave skip_nonfinite out, or leave towers out."
+            "(on_nonfinite='skip' of a Trainer) would: leave that out, or leave towers out."
         )
     if towers is None and stages is None and (shard_params or shard_update):
         return ShardOptions(shard_params)
