@@ -241,7 +241,14 @@ def test_advice_names_the_smallest_change():
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("24GiB", 24 * 2**30), ("80 gb", 80 * 10**9), ("1.5MiB", 1572864), ("7", 7), (9, 9)],
+    [
+        ("24GiB", 24 * 2**30),
+        ("80 gb", 80 * 10**9),
+        ("1.5MiB", 1572864),
+        ("7", 7),
+        (9, 9),
+        (24e9, 24 * 10**9),
+    ],
 )
 def test_amounts_of_memory(text, expected):
     assert memory_in_bytes(text) == expected
@@ -253,7 +260,9 @@ def test_a_program_without_parameters_has_no_blocks():
     assert "towers=4, shard_update" not in str(found)
 
 
-@pytest.mark.parametrize("text", ["much", "24 GiBs", "-1GiB", "", 0, True, 1.5, "0GiB", "9" * 400])
+@pytest.mark.parametrize(
+    "text", ["much", "24 GiBs", "-1GiB", "", 0, True, 1.5, np.inf, np.nan, "0GiB", "9" * 400]
+)
 def test_no_amounts_of_memory(text):
     with pytest.raises(mt.ArgumentError, match="such as 24GiB"):
         memory_in_bytes(text)

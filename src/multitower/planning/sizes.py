@@ -4,9 +4,8 @@ import math
 import re
 from typing import Any
 
-import numpy as np
-
 from multitower.errors import ArgumentError
+from multitower.towers.refusals import is_number
 
 _UNITS = {
     "": 1,
@@ -17,16 +16,17 @@ _UNITS = {
 
 
 def memory_in_bytes(memory: Any) -> int:
-    """The number of bytes of an amount such as 24000000000, "24GB" or "24 GiB".
+    """The number of bytes of an amount such as 24e9, "24GB" or "24 GiB".
 
     Raises:
         ArgumentError: it cannot be read as an amount of memory.
     """
-    if isinstance(memory, int | np.integer) and not isinstance(memory, bool) and memory > 0:
-        return int(memory)
-    text = memory if isinstance(memory, str) else ""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    amount = float(found[1]) * _UNITS.get(found[2].lower(), 0) if found else 0
+    if is_number(memory):
+        amount = memory if memory % 1 == 0 else 0  # 1.5: of GiB, not of bytes
+    else:
+        text = memory if isinstance(memory, str) else ""
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+        amount = float(found[1]) * _UNITS.get(found[2].lower(), 0) if found else 0
     if not 1 <= amount < math.inf:
         raise ArgumentError(
             f"memory={memory!r} is not an amount of memory. Write a number of bytes, or a number "
