@@ -519,6 +519,22 @@ def test_from_synchronous_to_asynchronous_and_back():
         make(towers=2)(train(step, step.init({"w": W}), range(1))[0], batch_of(1))
 
 
+@pytest.mark.parametrize(
+    ("local", "kind"),
+    [
+        ([np.zeros(3)], "none of this kind"),  # as another step keeps it
+        ({"v": np.zeros(3)}, "none of this kind"),
+        ({"params": {"v": np.zeros(3)}, "step": np.zeros(3)}, "versions of 3 groups"),
+    ],
+    ids=["list", "names", "parameters"],
+)
+def test_versions_of_another_kind_are_refused(local, kind):
+    step = make()
+    state = step.init({"w": W}).replace(local=local)
+    with pytest.raises(StateError, match=rf"state.local has {kind}, and this step has 3 groups"):
+        step(state, batch_of(0))
+
+
 @pytest.mark.parametrize("bad", [0, 2])
 def test_a_step_that_is_not_finite_is_left_out(bad):
     step = make(devices=2, skip_nonfinite=True, diagnostics=True)

@@ -113,7 +113,7 @@ def check_versions(fields: Fields, turns: Turns) -> None:
     wanted = jax.tree.structure((fields.params, fields.model_state, 0))
     found = fields.local if isinstance(fields.local, dict) else {}
     given = tuple(found.get(name) for name in ("params", "model_state", "step"))
-    there = np.shape(found.get("step", ()))
+    there = np.shape(found.get("step", 0))
     if jax.tree.structure(given) == wanted and there == (here,):
         return
     kept = f"versions of {there[0]} groups" if len(there) == 1 else "none of this kind"
