@@ -16,6 +16,7 @@ import pytest
 
 import multitower as mt
 from multitower.errors import ArgumentError, CheckpointError, NonFiniteError, RunError, StateError
+from multitower.steps.optimizing.optimizer import call_update
 from multitower.steps.rotation.options import RotationOptions
 from multitower.steps.rotation.stale import for_stale_gradients
 from multitower.steps.rotation.turns import Turns
@@ -188,6 +189,29 @@ def test_the_momentum_of_an_optimizer_inside_of_another_is_lowered():
     assert state.inner_state[0].hyperparams["momentum"] == np.float32(0.9)
 
 
+def test_the_rules_for_stale_gradients_keep_short_floats():
+    # The lies: updates and momenta that are float32 because the staleness is; a user's strict mode.
+    options = RotationOptions(None, None, lambda staleness: 1 / (1 + staleness), True)
+    optimizer = optax.inject_hyperparams(optax.sgd)(0.5, momentum=0.75)
+    optimizer = for_stale_gradients(optimizer, options, jnp.int32(1))
+    one = jnp.ones((), jnp.bfloat16)
+    with jax.numpy_dtype_promotion("strict"):
+        state = optimizer.init(one)
+        _, state = optimizer.update(one, state)
+        update, state = optimizer.update(one, state)
+    assert update.dtype == state.inner_state[0].trace.dtype == jnp.bfloat16
+    assert float(update) == -0.5 * (1 + 0.25) / 2
+
+
+def test_an_optimizer_that_needs_the_loss_gets_it_with_the_rules_too():
+    needs_it = lambda gradient, state, params=None, *, value: (gradient * value, state)
+    optimizer = optax.GradientTransformationExtraArgs(lambda params: (), needs_it)
+    options = RotationOptions(None, None, lambda staleness: staleness / 2, False)
+    optimizer = for_stale_gradients(optimizer, options, np.float32(1))
+    update, _ = call_update(optimizer, np.float32(3), (), None, loss=np.float32(5))
+    assert float(update) == 7.5
+
+
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
@@ -207,13 +231,20 @@ def test_momentum_that_is_not_known_is_refused(optimizer, message):
 
 
 def test_no_staleness_is_synchronous_training():
-    loss = lambda params, batch: batch["scale"] * losses(params, batch)
+    # The lies: the key of one tower for all of a group; the sum over towers for their mean.
+    def loss(params, batch, *, rng):
+        drawn = jax.random.uniform(rng)
+        return batch["scale"] * drawn * losses(params, batch), {"drawn": drawn}
+
     step = make(loss, towers=4, max_staleness=0, ema_decay=0.5)
-    state, seen = train(step, step.init({"w": W}), range(3), scale=np.float32(0.9))
+    plain = mt.train_step(loss, optax.sgd(0.05, momentum=0.9), towers=4, devices=1, ema_decay=0.5)
+    found = []
+    for one in (step, plain):
+        state = one.init({"w": W}, rng=jax.random.key(0))
+        found.append(train(one, state, range(3), scale=np.float32(0.9)))
+    (state, seen), (expected, wanted) = found
     with pytest.raises(ValueError, match="read-only"):
         state.local["params"]["w"][0] = 0  # it would be lost
-    plain = mt.train_step(loss, optax.sgd(0.05, momentum=0.9), towers=4, devices=1, ema_decay=0.5)
-    expected, wanted = train(plain, plain.init({"w": W}), range(3), scale=np.float32(0.9))
     assert mt.fingerprint(state.replace(local=None)) == mt.fingerprint(expected)
     for metrics in seen:
         assert int(metrics.pop("staleness")) == 0
@@ -519,6 +550,18 @@ def test_from_synchronous_to_asynchronous_and_back():
         make(towers=2)(train(step, step.init({"w": W}), range(1))[0], batch_of(1))
 
 
+def test_an_update_overwrites_the_steps_own_state_and_nothing_of_the_users():
+    # The lies: an old state that seems to be whole; arrays of the user whose memory is gone.
+    step = make()
+    old, _ = train(step, step.init({"w": W}), range(1))
+    state, _ = step(old, batch_of(1))
+    with pytest.raises(StateError, match="overwritten"):
+        step(old, batch_of(1))
+    kept = jax.tree.map(jnp.array, state.opt_state)
+    state, _ = step(state.replace(opt_state=kept), batch_of(1))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(kept))
+
+
 @pytest.mark.parametrize(
     ("local", "kind"),
     [
@@ -599,6 +642,7 @@ def test_without_towers_every_device_is_one():
     [
         ({"updates": "async"}, "say 'synchronous' or 'asynchronous'"),
         ({"updates": "synchronous", "max_staleness": 1}, "max_staleness= is for asynchronous"),
+        ({"updates": "synchronous", "max_staleness": 0}, "max_staleness= is for asynchronous"),
         ({"updates": "synchronous", "rotation": (0,)}, "rotation= is for asynchronous"),
         ({"updates": "synchronous", "stale_scale": abs}, "stale_scale= is for asynchronous"),
         ({"max_staleness": 2}, "4 towers do not divide into 3 groups.*=0, 1 or 3, or another"),

@@ -19,7 +19,7 @@ from multitower.steps.rotation.options import RotationOptions
 if TYPE_CHECKING:
     import optax
 
-# Optax's names of momentum. `momentum` first: some optimizers that have it also have a `b1`.
+# Optax's names of momentum; none of its optimizers has both.
 _NAMES = ("momentum", "b1")
 
 
