@@ -248,6 +248,32 @@ def test_a_parameter_behind_stop_gradient_and_one_that_nobody_uses():
     check(loss, BLOCKS[:4], X, stages=2)
 
 
+def test_results_that_no_stage_computes_are_those_of_the_tower():
+    # The lies: a number of the loss that is 0, another array in place of one that passes through.
+    table = jnp.arange(3.0)
+
+    def tower(first, second, x):
+        h = cut(x @ first)
+        return (h @ second).sum(), 1.5, x, table, h.sum()
+
+    given = [*BLOCKS[:2], X]
+    chain = make_chain(jax.make_jaxpr(tower)(*given), 2, 2)
+    known, found = dict(zip(chain.inputs, given, strict=True)), {}
+    for stage in chain.stages:
+        values = [known[n] for n in stage.inputs]
+        known.update(zip(stage.sent, stage.forward(values), strict=True))
+        ones = [[jnp.ones(chain.avals[n].shape)] for n in stage.answered]
+        found.update(stage.backward(values, ones, chain.params).results)
+    for place, expected in enumerate(tower(*given)[1:]):
+        np.testing.assert_allclose(found[place], expected, rtol=1e-5)
+
+
+def test_marks_one_right_after_the_other_are_two():
+    # As where a block ends with one and the next begins with one.
+    loss = lambda params, x: (cut(cut(x @ params[0])) @ params[1]).sum()
+    assert len(make_chain(jax.make_jaxpr(loss)(BLOCKS[:2], X), 2, 3).stages) == 3
+
+
 @jax.custom_vjp
 def marked(x):
     return cut(2 * x)
