@@ -1,16 +1,18 @@
 """Where stages run and in which order: pure functions."""
 
 import itertools
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from multitower.errors import ArgumentError, DeviceError
 from multitower.stages.balance import equal_groups, equal_positions
 from multitower.stages.layout import check_layout, lay_out
+from multitower.stages.options import StageOptions, stage_options
 from multitower.stages.order import (
     Segments,
     bubble,
@@ -109,6 +111,20 @@ def test_a_replica_is_in_one_process_and_all_have_as_many(processes, each, more,
 def test_a_layout_that_does_not_fit_into_processes_is_refused(layout, towers, message):
     with pytest.raises(DeviceError, match=message):
         lay_out(of_processes(2, 2), towers, 4, layout)
+
+
+def test_a_process_without_a_replica_is_told(monkeypatch):
+    # The lie: it waits for the others for ever.
+    there = [SimpleNamespace(process_index=1, platform="gpu")] * 2
+    monkeypatch.setattr("multitower.stages.options.find_all", lambda _: there)
+    with pytest.raises(DeviceError, match="process 0 has none of them"):
+        StageOptions(2, (1, 2)).on(None, 4)
+
+
+def test_options_of_stages_are_kept():
+    # The lie: remat=False that is True after all.
+    assert stage_options(2, (1, 2), interleave=True) == StageOptions(2, (1, 2), True, True)
+    assert stage_options(2, None, remat=False) == StageOptions(2, None, False, False)
 
 
 def test_devices_that_stay_idle_are_told():
@@ -250,6 +266,7 @@ def test_groups_are_as_equal_as_can_be(work, groups):
     assert largest(starts) == min(largest((0, *one)) for one in every)
 
 
+@example([1, 1, 1, 9], 3)
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=12), st.integers(1, 4))
 def test_positions_leave_no_part_empty(work, parts):
     parts = min(parts, len(work))
@@ -260,4 +277,5 @@ def test_positions_leave_no_part_empty(work, parts):
 
 def test_a_cut_is_where_few_bytes_cross():
     assert equal_positions([1] * 8, [9, 9, 9, 9, 9, 1, 9, 9, 9], 2) == [5]
-    assert equal_positions([1] * 8, [9, 9, 9, 9, 9, 9, 9, 1, 9], 2) == [4]
+    assert equal_positions([1] * 8, [9, 9, 9, 9, 9, 9, 1, 9, 9], 2) == [4]  # too far
+    assert equal_positions([4, 4, 4], [9, 9, 1, 9], 2) == [2]  # both are as near, and too far

@@ -1,5 +1,7 @@
 """Placement: towers on devices."""
 
+from typing import NamedTuple
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,3 +39,31 @@ def test_placements_are_equal_if_they_place_alike():
     assert place(4, 8) == place(mt.devices(4), 8)
     assert hash(place(4, 8)) == hash(place(4, 8))
     assert place(4, 8) != place(mt.devices(4)[::-1], 8)
+
+
+class Device(NamedTuple):
+    """What a placement reads of a device."""
+
+    process_index: int
+    device_kind: str
+    platform: str = "gpu"
+
+
+@pytest.mark.parametrize("towers", [None, 2])
+def test_a_process_without_a_tower_is_told(towers, monkeypatch):
+    """Lie: it waits for sums of the others for ever, or goes on without them."""
+    there = [Device(1, "H100"), Device(1, "H100")]
+    monkeypatch.setattr("multitower.towers.placement.find_all", lambda _: there)
+    with pytest.raises(mt.DeviceError, match=r"2 towers run on .* process 0 has none of them"):
+        place(None, towers)
+
+
+def test_devices_of_several_kinds_are_told_if_they_have_towers(monkeypatch):
+    """Lie: the same bits, on kernels that round differently."""
+    found = [Device(0, "H100"), Device(0, "A100")]
+    monkeypatch.setattr("multitower.towers.placement.find_all", lambda _: found)
+    with pytest.warns(mt.MultitowerWarning, match="several kinds, H100 and A100, whose kernels"):
+        place(None, 2)
+    with pytest.warns(mt.MultitowerWarning) as told:
+        place(None, 1)
+    assert ["kinds" in str(one.message) for one in told] == [False]  # but for an idle device
