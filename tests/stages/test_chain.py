@@ -120,7 +120,9 @@ def test_trap_integers_and_keys_across_stages():
         h = h * jax.random.bernoulli(two, 0.5, h.shape)
         return (h[order] @ params[2]).var()
 
-    check(loss, BLOCKS[:3], X, jax.random.key(0), stages=3)
+    chain = check(loss, BLOCKS[:3], X, jax.random.key(0), stages=3)
+    differentiated = [chain.avals[n].dtype for stage in chain.stages for n in stage.differentiated]
+    assert {*differentiated} == {np.dtype(np.float32)}
 
 
 @pytest.mark.slow
