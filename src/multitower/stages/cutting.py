@@ -188,7 +188,7 @@ def _refuse_one_heavy_step(
 def _settled(program: Program, places: Sequence[int], last: int) -> list[int]:
     """The stage of each step, where floating steps go to the first stage that uses their result."""
     settled = list(places)
-    first_use = dict.fromkeys(numbers_in(program.outputs), last)
+    first_use: dict[int, int] = {}
     for at in reversed(range(len(settled))):
         step = program.steps[at]
         if settled[at] == _FLOATING:
