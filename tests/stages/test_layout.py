@@ -122,9 +122,11 @@ def test_a_process_without_a_replica_is_told(monkeypatch):
 
 
 def test_options_of_stages_are_kept():
-    # The lie: remat=False that is True after all.
+    # The lies: remat=False that is True after all, interleave=True of no stages.
     assert stage_options(2, (1, 2), interleave=True) == StageOptions(2, (1, 2), True, True)
     assert stage_options(2, None, remat=False) == StageOptions(2, None, False, False)
+    with pytest.raises(ArgumentError, match="stages= is missing"):
+        stage_options(None, None, interleave=True)
 
 
 def test_devices_that_stay_idle_are_told():

@@ -149,6 +149,12 @@ def test_the_order_of_rounds(towers, places):
     assert len(phases[1]) == 3 * towers
 
 
+def test_rounds_come_back_in_the_opposite_order():
+    # Of two rounds, as above, only one comes back: there is no order to be wrong.
+    phases = in_rounds(2, (0, 0, 0), (0, 1, 2))
+    assert [{turn.stage for turn in turns} for turns in phases] == [{0}, {1}, {2}, {1}, {0}]
+
+
 def test_a_collective_in_a_loop_is_refused_with_the_line():
     def loss(params, batch):
         turn = lambda h, _: (jnp.tanh(h @ params[0]) - _mean(h), None)
