@@ -187,6 +187,13 @@ def test_prefetch_reads_ahead_and_no_further():
     assert_no_threads_left()
 
 
+def test_prefetch_makes_the_dtypes_that_shard_makes():
+    """Lie: 64 bits where the caller is, and 32 in the thread that copies."""
+    with jax.enable_x64(True):
+        (batch,) = mt.prefetch([np.zeros(4)], devices=2)
+        assert batch.dtype == mt.shard(np.zeros(4), devices=2).dtype == np.float64
+
+
 def test_prefetch_keeps_the_size_of_the_first_batch_for_a_ragged_last_one():
     """Trap: a third compilation for the ragged last batch."""
     batches = [np.zeros(8), np.zeros(8), np.ones(3)]

@@ -4,8 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from multitower.towers.global_arrays import gather_rows
-from multitower.towers.placement import place
+import multitower as mt
+from multitower.towers.global_arrays import gather_rows, join_rows
+from multitower.towers.placement import Placement, place
 
 
 @pytest.mark.parametrize(("towers", "num_rows"), [(5, 9), (4, 8), (2, 3)])
@@ -25,3 +26,20 @@ def test_rows_are_gathered_in_the_order_of_the_batch(towers, num_rows, shape):
     for shard in found.addressable_shards:  # whole on every device
         np.testing.assert_array_equal(shard.data, wanted)
         np.testing.assert_array_equal(np.signbit(shard.data), np.signbit(wanted))
+
+
+@pytest.mark.parametrize("num_rows", [8, 7])
+@pytest.mark.parametrize("owners", [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1)], ids=str)
+def test_rows_are_joined_in_the_order_of_the_batch(owners, num_rows):
+    # The lies: the rows of a device's towers next to each other, wherever they belong; rows that
+    # only fill up.
+    placement = Placement(tuple(mt.devices(2)), owners)
+    rows = np.arange(8, dtype=np.float32)
+    pieces = {
+        t: jax.device_put(rows[2 * t : 2 * t + 2], placement.devices[owner])
+        for t, owner in enumerate(owners)
+    }
+    found = join_rows(pieces, placement, num_rows)
+    np.testing.assert_array_equal(found, rows[:num_rows])
+    stays = owners == (0, 0, 1, 1) and num_rows == 8
+    assert found.sharding == (placement.split if stays else placement.shared)
