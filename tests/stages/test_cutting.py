@@ -8,6 +8,7 @@ import pytest
 from multitower.errors import ArgumentError
 from multitower.stages.chain import make_chain
 from multitower.stages.marks import cut
+from multitower.stages.work import work_of
 
 X = np.ones((5, 4), np.float32)
 
@@ -83,3 +84,29 @@ def test_a_weight_that_is_cast_and_turned_is_sent_as_it_is():
 def test_products_that_do_not_make_stages_of_equal_work_are_refused(dims, said):
     with pytest.raises(ArgumentError, match=said):
         chain_of(in_turn, weights(*dims), 3)
+
+
+IMAGES = np.ones((2, 6, 6, 3), np.float32)
+KERNEL = np.ones((3, 3, 3, 8), np.float32)
+CHANNELS = ("NHWC", "HWIO", "NHWC")
+
+
+@pytest.mark.parametrize(
+    ("fn", "work"),
+    [
+        (lambda x: x.T @ x, 2 * 4 * 4 * 5),
+        (jnp.tanh, 20),
+        (lambda x: jax.lax.scan(lambda h, _: (h * h, None), x, None, length=7)[0], 7 * 20),
+        (lambda x: jax.lax.switch(2, [jnp.sin, lambda x: jnp.sin(jnp.cos(x)), jnp.cos], x), 40),
+        (
+            lambda _: jax.lax.conv_general_dilated(
+                IMAGES, KERNEL, (1, 1), "VALID", dimension_numbers=CHANNELS
+            ),
+            2 * (2 * 4 * 4 * 8) * (3 * 3 * 3),
+        ),
+    ],
+    ids=["product", "elements", "loop", "branches", "convolution"],
+)
+def test_the_work_of_an_equation_is_that_of_its_operations(fn, work):
+    # The lies: a loop that counts once, all branches that count, a kernel that counts in part.
+    assert max(map(work_of, jax.make_jaxpr(fn)(X).eqns)) == work

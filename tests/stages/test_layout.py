@@ -22,6 +22,7 @@ from multitower.stages.order import (
     one_forward_one_backward,
     timeline,
 )
+from multitower.stages.walk import take_turns
 
 
 @pytest.mark.filterwarnings("ignore:stages=")
@@ -182,6 +183,18 @@ def test_forward_in_rounds_takes_every_tower_through_every_stage(towers, stages)
             assert stage == 0 or (tower, stage - 1) in done
             done.append((tower, stage))
     assert sorted(done) == [(t, s) for t in range(towers) for s in range(stages)]
+
+
+def test_replicas_with_fewer_towers_end_before_the_others():
+    # The lie: towers of the others that nobody starts, where 2 replicas have 3 towers.
+    taken = []
+    walks = [
+        SimpleNamespace(towers=towers, take=lambda kind, tower, s: taken.append((tower, s)))
+        for towers in ((0, 1), (2,))
+    ]
+    orders = [forward_in_rounds(len(walk.towers), [0, 0])[0] for walk in walks]
+    take_turns(walks, orders)
+    assert taken == [(0, 0), (2, 0), (1, 0), (2, 1), (0, 1), (1, 1)]
 
 
 def neighbours(stages, devices):
