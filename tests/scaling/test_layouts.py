@@ -72,8 +72,8 @@ def test_a_job_is_added_to_the_table():
     """Lies: a speed-up by pairs of turns that had no time in common; layouts that cover each other
     because they have as many devices.
     """
-    found = measurement(1, 4, 0.4, 0.5, 0.6)
-    for other in (measurement(2, 2, 0.2, 0.3, 0.4), measurement(1, 1, 1.0, 2.0, 3.0)):
+    found = measurement(2, 2, 0.2, 0.3, 0.4)
+    for other in (measurement(1, 4, 0.4, 0.5, 0.6), measurement(1, 1, 1.0, 2.0, 3.0)):
         found = joined(found, other, None, None)
     assert found["layouts"] == ["1 x 1", "1 x 4", "2 x 2"]
     assert found["devices"] == [1, 4, 4]
@@ -99,11 +99,15 @@ def test_a_layout_that_is_measured_again_takes_the_place_of_the_first():
 
 
 def test_another_loss_curve_of_another_job_is_named():
-    """Lie: curves that are compared within a job alone, where there is one."""
+    """Lies: curves that are compared within a job alone, where there is one; bits that are nearly
+    the same.
+    """
     found = joined(measurement(1, 1, 1.0), measurement(2, 1, 1.0, losses=(0.7, 0.5)), None, None)
     assert found["losses"]["same"] is False
     (said,) = found["losses"]["differences"]
     assert said == "step 2: the loss is 0.6 on 1 x 1 and 0.5 on 2 x 1"
+    near = [measurement(n, 1, 1.0, losses=(0.7, 0.6 + n * 1e-9), towers=2) for n in (1, 2)]
+    assert joined(*near, None, None)["losses"]["same"] is False
 
 
 @pytest.mark.parametrize(
@@ -114,6 +118,8 @@ def test_another_loss_curve_of_another_job_is_named():
         ({"options": {"lr": 1}}, "options of the recipe"),
         ({"host": {"platform": "gpu", "device_kind": "A100"}}, "have device 'H100'"),
         ({"versions": {"jax": "2"}}, "versions"),
+        ({"seed": 1}, "have seed 0, and this one has 1"),
+        ({"rounds": 2}, "have rounds 1, and this one has 2"),
     ],
 )
 def test_another_training_is_not_added(facts, said):
@@ -170,7 +176,9 @@ def test_mistakes_are_named_before_anything_is_made(flags, said, tmp_path, capsy
     assert not directory.exists()
 
 
-def test_what_cannot_be_added_to_is_refused(tmp_path, capsys):
+def test_what_cannot_be_added_to_is_refused(tmp_path, capsys, monkeypatch):
+    """Lie: a measurement of hours that nothing can be made of."""
+    monkeypatch.setattr("multitower.scaling.plan.scale", lambda *_: pytest.fail("it measures"))
     words = ["scale", FILE, "--devices", "1", "--add"]
     assert main(words) == 2
     assert "--run-dir DIR, which must be named" in capsys.readouterr().err
@@ -200,8 +208,9 @@ def test_what_another_job_adds_meanwhile_stays(monkeypatch, tmp_path):
         "multitower.scaling.report.write_scaling", lambda _, result: written.append(result) or []
     )
     words = ["scale", FILE, "--devices", "1", "--strong", "--add", "--run-dir", str(tmp_path)]
-    assert main(words) == 0
+    assert main([*words, "--predict", "8"]) == 0  # once there are enough points
     assert written[0]["layouts"] == ["1 x 1", "2 x 2"]
+    assert written[0]["prediction"] is None
 
 
 def test_layouts_are_added_for_a_prediction(monkeypatch, tmp_path, capsys):
@@ -232,6 +241,8 @@ def test_weak_scaling_of_jobs_that_began_at_once_is_refused():
         one["weak"] = measurement(1, one["devices"][0], 1.0)["strong"]
     with pytest.raises(mt.RunError, match="has 12 rows per device, and this one has 3: another"):
         joined(*weak, None, None)
+    with pytest.raises(mt.RunError, match="kind of scaling 'strong', and this one has 'weak'"):
+        joined(measurement(1, 1, 1.0), weak[1], None, None)
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ from multitower.scaling.measure import ScalingOptions, scale
 from multitower.scaling.report import write_scaling
 from multitower.scaling.run import LEAD_STEPS, TAIL_STEPS, ScalingRun, TurnSteps
 from multitower.scaling.stage_times import pipeline_tables, waiting_in_words
+from multitower.scaling.summary import not_comparable
 from multitower.scaling.words import speed_tables, split_in_words
 from multitower.steps import runner as step_runner
 from multitower.training.fitting.calls import sizes_of_calls
@@ -365,8 +366,17 @@ def test_a_recompilation_is_counted(monkeypatch):
         return step(self, *arguments)
 
     monkeypatch.setattr(step_runner.FastRunner, "run", forgetful)
-    run.take_turn(1)
-    assert run.num_recompilations == 1
+    for _ in range(2):  # also after a turn without one
+        run.take_turn(1)
+        assert run.num_recompilations == 1
+
+
+def test_what_is_measured_if_nothing_else_is_said():
+    """Lies: weak scaling of a fixed number of towers; a prediction from one number of devices."""
+    assert ScalingOptions().kinds_on([1, 2], None) == ("strong", "weak")
+    assert ScalingOptions().kinds_on([1, 2], 2) == ("strong",)
+    with pytest.raises(mt.RunError, match=r"different numbers of devices.* there are 2"):
+        ScalingOptions(predict=8).kinds_on([2, 1, 2], None)
 
 
 @pytest.mark.parametrize("rounds", ["log2 devices", "devices - 1"])
@@ -418,6 +428,17 @@ def test_losses_within_rounding_agree_and_others_do_not():
     assert not compare_losses(late, exact=True).same
     assert compare_losses({1: [0.0], 2: [0.0]}, exact=False).largest_difference == 0
     assert compare_losses({1: curve}, exact=True).same is None
+    assert compare_losses({1: [1e-8], 2: [3e-8]}, exact=False).same  # rounding of larger numbers
+
+
+def test_what_differs_by_tower_is_compared_with_a_number_of_towers_alone():
+    """Lies: a false alarm at dropout and BatchNorm; or no alarm although the towers are fixed."""
+    noisy = replace(RECIPE, loss=lambda params, batch, *, rng: 0)
+    with_state = replace(RECIPE, model_state=lambda params: 0)
+    for recipe in (noisy, with_state):
+        assert "--towers T fixes" in not_comparable(recipe, RunOptions())
+        assert not_comparable(recipe, RunOptions(towers=2)) is None
+    assert not_comparable(RECIPE, RunOptions()) is None
 
 
 @pytest.mark.slow
@@ -459,8 +480,8 @@ def test_an_allocators_peak_is_ours_or_not_known():
 
 
 def test_a_training_that_fails_is_no_measurement():
-    broken = replace(RECIPE, loss=lambda params, batch: RECIPE.loss(params, batch)[0] * jnp.nan)
-    with pytest.raises(mt.NonFiniteError, match="step 1: the loss is nan"):
+    broken = replace(RECIPE, loss=lambda params, batch: RECIPE.loss(params, batch)[0] * jnp.inf)
+    with pytest.raises(mt.NonFiniteError, match="step 1: the loss is inf"):
         scale(broken, RunOptions(global_batch=12), [1], STRONG)
 
 
