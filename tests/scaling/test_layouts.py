@@ -13,8 +13,10 @@ import multitower as mt
 import places
 from forks import Fork
 from multitower.cli.main import main
+from multitower.recipes.catalog import find_recipe
 from multitower.runs.options import RunOptions
 from multitower.scaling.measure import ScalingOptions, _rows
+from multitower.scaling.plan import ScalingPlan
 from multitower.scaling.plot import plot_scaling
 from multitower.scaling.summary import OPTIONS, joined, with_summary
 from multitower.scaling.words import (
@@ -150,8 +152,13 @@ def test_a_prediction_waits_for_three_numbers_of_devices():
     assert again["prediction"] is None  # two step times for four devices
 
 
-def test_weak_scaling_of_a_later_job_has_the_rows_of_the_first():
+def test_weak_scaling_of_a_later_job_has_the_rows_of_the_first(tmp_path):
     """Lie: as many rows as the batch has, in every job that measures one layout."""
+    weak = {**measurement(1, 4, 1.0), "weak": measurement(1, 4, 1.0, batch=48)["strong"]}
+    (tmp_path / "scale.json").write_text(json.dumps(weak))
+    how = ScalingOptions()
+    plan = ScalingPlan(find_recipe(FILE, {}), RunOptions(), how, tmp_path, force=False, add=True)
+    assert plan._rows_per_device(tmp_path) == 12
     assert _rows("weak", 12, 4, 4, ScalingOptions()) == 12
     assert _rows("weak", 12, 4, 4, ScalingOptions(rows_per_device=12)) == 48
     assert _rows("strong", 12, 4, 4, ScalingOptions(rows_per_device=12)) == 12
