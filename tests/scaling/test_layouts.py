@@ -189,10 +189,12 @@ def test_what_cannot_be_added_to_is_refused(tmp_path, capsys, monkeypatch):
     words = ["scale", FILE, "--devices", "1", "--add"]
     assert main(words) == 2
     assert "--run-dir DIR, which must be named" in capsys.readouterr().err
-    (tmp_path / "scale.json").write_text("{}")
-    assert main([*words, "--run-dir", str(tmp_path)]) == 2
-    assert "holds no measurement that another one can be added to" in capsys.readouterr().err
     before = measurement(1, 1, 1.0)
+    without_stages = {name: value for name, value in before.items() if name != "stages"}
+    for other in ({}, without_stages, {**before, "strong": [{"devices": 1}]}):  # earlier versions
+        (tmp_path / "scale.json").write_text(json.dumps(other))
+        assert main([*words, "--run-dir", str(tmp_path)]) == 2
+        assert "holds no measurement that another one can be added to" in capsys.readouterr().err
     (tmp_path / "scale.json").write_text(json.dumps(copy.deepcopy(before)))
     flags = ["--steps", "1", "--rounds", "1", "--batch-size", "24", "--strong"]
     assert main([*words, *flags, "--run-dir", str(tmp_path)]) == 2

@@ -222,6 +222,17 @@ def test_the_files_are_whole_and_need_no_other(measured, result):
     assert "--devices 4,1,2,1" in result["command"]
 
 
+def test_error_bars_end_at_the_quartiles():
+    """Lie: the distance to the upper quartile below the median."""
+    from multitower.scaling import plot as scaling_plot
+
+    drawn = []
+    axes = SimpleNamespace(errorbar=lambda _, middle, yerr, **__: drawn.append((middle, *yerr)))
+    speedup = {"median": 2.0, "lower_quartile": 1.5, "upper_quartile": 4.0}
+    scaling_plot._draw(axes, [1], [{"speedup": speedup}], "speedup", {})
+    assert drawn == [([2.0], [0.5], [2.0])]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shard_update", [False, True])
 def test_with_towers_all_parts_are_seen_and_all_losses_are_equal(shard_update):
