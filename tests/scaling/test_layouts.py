@@ -87,9 +87,11 @@ def test_a_job_is_added_to_the_table():
     assert two["speedup"]["upper_quartile"] == pytest.approx(rates[1] / base[0])
     assert two["efficiency"]["median"] == pytest.approx(2.0 / 0.3 / 4)
     assert [row[0] for row in speed_tables(found)[0].rows] == found["layouts"]
+    assert speed_tables(found)[0].rows[2][5] == "167 %"  # the efficiency
     assert speed_tables(found)[0].heads[0] == "processes x devices"
     assert "one after the other, and not in turns" in turns_in_words(found)
     assert turns_in_words(measurement(2, 2, 0.2)) is None
+    assert turns_in_words(joined(measurement(1, 1, 1.0), measurement(2, 1, 1.0), None, None))
     assert where_in_words(found) == "1 x 1, 1 x 4, 2 x 2 (processes x devices of each)"
     assert "The loss curve is the same on 1 x 1, 1 x 4" in losses_in_words(found)
     assert plot_scaling(found).startswith(b"\x89PNG")
@@ -159,6 +161,8 @@ def test_weak_scaling_of_a_later_job_has_the_rows_of_the_first(tmp_path):
     how = ScalingOptions()
     plan = ScalingPlan(find_recipe(FILE, {}), RunOptions(), how, tmp_path, force=False, add=True)
     assert plan._rows_per_device(tmp_path) == 12
+    title = speed_tables({**weak, "strong": None})[0].title
+    assert title == "Weak scaling: 12 examples per step on every device"
     assert _rows("weak", 12, 4, 4, ScalingOptions()) == 12
     assert _rows("weak", 12, 4, 4, ScalingOptions(rows_per_device=12)) == 48
     assert _rows("strong", 12, 4, 4, ScalingOptions(rows_per_device=12)) == 12
