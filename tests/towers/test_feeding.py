@@ -171,6 +171,9 @@ def test_what_is_sharded_in_the_same_way_stays_as_it_is():
     other = mt.shard(once, devices=1, towers=3)["x"]
     assert other.tower_rows == 2
     np.testing.assert_array_equal(other, batch["x"])
+    assert mt.shard(once, **where)["x"].tower_rows == 2  # the same towers, with fewer rows
+    moved = mt.shard(once, devices=1, towers=3, global_batch=7)["x"]  # and elsewhere
+    assert {device for piece in moved.pieces for device in piece.devices()} == {*mt.devices(1)}
 
 
 def test_prefetch_reads_ahead_and_no_further():

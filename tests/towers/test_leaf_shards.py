@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import multitower as mt
-from multitower.towers.leaf_shards import FEWEST, shardings_of, spec_of, split_axis
+from multitower.towers.leaf_shards import FEWEST, axis_of_parts, shardings_of, spec_of, split_axis
 from multitower.towers.placement import contiguous
 
 
@@ -38,3 +38,12 @@ def test_numbers_and_keys_stay_whole():
     placement = contiguous(mt.devices(2), 2)
     found = shardings_of({"n": 1.0, "key": jax.random.key(0), "w": np.ones((64, 64))}, placement)
     assert found == {"n": placement.shared, "key": placement.shared, "w": placement.split}
+
+
+def test_parts_on_other_devices_are_none_of_these():
+    # The lie: an array that is split over two other devices is taken as it is.
+    placement, other = (contiguous(there, 2) for there in (mt.devices(2), mt.devices(4)[2:]))
+    split = jax.device_put(np.ones((64, 64)), shardings_of(np.ones((64, 64)), other))
+    assert axis_of_parts(split, other) == 0
+    assert axis_of_parts(split, placement) is None
+    assert axis_of_parts(jax.device_put(np.ones(4), other.shared), other) is None
