@@ -1,10 +1,13 @@
 """Which step belongs to which stage: a function of the traced program alone."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from multitower.engines.segments import is_call
 from multitower.errors import ArgumentError
 from multitower.stages.chain import make_chain
 from multitower.stages.marks import cut
@@ -74,6 +77,21 @@ def test_a_weight_that_is_cast_and_turned_is_sent_as_it_is():
     chain = chain_of(loss, [np.ones((4, 4), np.float16)], 2)
     assert shapes_sent(chain) == [[(5, 4)], []]
     assert chain.users(chain.inputs[0]) == [0, 1]
+
+
+@pytest.mark.parametrize(("layers", "num_calls"), [(2, 3), (6, 0)])
+def test_a_checkpoint_is_opened_if_it_is_larger_than_a_stage(layers, num_calls):
+    # The lies: a part of a checkpoint in every stage that the user meant for one; no cut at all.
+    def loss(params, x):
+        for at in range(0, 6, layers):
+            part = lambda p, x: functools.reduce(lambda h, w: jnp.tanh(h @ w), p, x)
+            x = jax.checkpoint(part)(params[at : at + layers], x)
+        return x.sum()
+
+    chain = chain_of(loss, weights(*[4] * 7), 3)
+    steps = [step for stage in chain.stages for step in stage.segment.steps]
+    assert sum(is_call(step.equation) for step in steps) == num_calls
+    assert chain.homes == (0, 0, 1, 1, 2, 2)
 
 
 @pytest.mark.parametrize(

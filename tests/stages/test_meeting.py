@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.extend import core
 
 import multitower as mt
 from multitower.errors import OutputError
@@ -132,6 +133,30 @@ def test_stages_are_cut_where_towers_meet():
     # Nobody differentiates the mean and the variance of the rows as they are, or a maximum.
     answered = [len(chain.answered_at(one)) for one in chain.meetings]
     assert answered == [0, 0, 1, 1, 1, 1, 0]
+
+
+def test_short_floats_are_sent_as_long_ones():
+    # The lie: sums over towers in bfloat16.
+    def loss(params, batch):
+        h = (batch @ params[0]).astype(jnp.bfloat16)
+        return h - jax.lax.psum(h.mean(0), "towers")
+
+    chain = chain_of(loss, 1)
+    assert [chain.avals[n].dtype for one in chain.meetings for n in one.sent] == [np.float32]
+
+
+@pytest.mark.parametrize("collective", [jax.lax.all_gather, jax.lax.psum])
+def test_what_a_tower_sends_changes_no_number_of_another(collective):
+    # The lies: 0.0 in the places of the others, where they have -0.0; NaNs of two kinds.
+    closed = jax.make_jaxpr(lambda x, _: collective(x, "towers"), axis_env=[("towers", 3)])(
+        np.float32(0), np.int32(0)
+    )
+    alone = core.jaxpr_as_fun(without_collectives(closed, 1, 3))
+    (zeros,), (one,), (other,) = (
+        alone(jnp.float32(x), jnp.int32(1)) for x in (-0.0, np.nan, -np.float32(np.nan))
+    )
+    assert np.signbit(zeros).all()
+    assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
 @pytest.mark.parametrize(("towers", "places"), [(1, (0, 0, 1, 1)), (3, (0, 1, 0, 1))])
