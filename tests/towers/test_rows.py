@@ -86,6 +86,7 @@ def test_a_legacy_key_among_rows():
     assert take_apart((key, np.ones(2)), 0, name="batch").split.kinds == ("key", 0)
     assert take_apart((key, np.ones(3)), (None, 0), name="batch").split.kinds == ("shared", 0)
     assert take_apart((np.asarray(key), np.ones(3)), 0, name="batch").split.kinds == ("key", 0)
+    assert take_apart((key, np.ones((2, 3))), -1, name="batch").split.kinds == ("key", 1)
 
 
 def test_labels_of_two_rows_are_no_legacy_key():
