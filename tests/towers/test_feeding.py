@@ -36,6 +36,7 @@ def test_towers_hold_all_rows_once_in_order(num_rows, num_devices, towers, spare
         assert set(np.asarray(piece)[:, 0]) <= set(x[:, 0])  # filled up with real rows
         own = x[tower * cut.tower_rows : (tower + 1) * cut.tower_rows]
         np.testing.assert_array_equal(piece[: len(own)], own)
+        assert cut.counts(tower) == (tower, len(own), num_rows)
 
 
 def test_without_towers_rows_are_split_evenly_or_whole_everywhere():

@@ -72,6 +72,9 @@ def test_axes_are_prefixes_as_in_vmap():
     ]
     assert axes_of_leaves((None, 2), tree, "in_axes") == [None, None, None, 2]
     assert axes_of_leaves(None, tree, "in_axes") == [None] * 4
+    for axes in (True, ({"a": 1, "b": None, "c": True}, 4)):  # as if it said whether to cut
+        with pytest.raises(mt.ArgumentError, match="in_axes holds True: use an int, or None"):
+            axes_of_leaves(axes, tree, "in_axes")
 
 
 def test_a_legacy_key_among_rows():
