@@ -247,7 +247,7 @@ def test_a_parameter_behind_stop_gradient_and_one_that_nobody_uses():
         h = cut(x @ params[0] * jax.lax.stop_gradient(params[1]).sum())
         return ((h @ params[2]) ** 2).mean()
 
-    check(loss, BLOCKS[:4], X, stages=2)
+    assert check(loss, BLOCKS[:4], X, stages=2).homes == (0, 0, 1, 1)
 
 
 def test_results_that_no_stage_computes_are_those_of_the_tower():
