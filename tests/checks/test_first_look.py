@@ -1021,11 +1021,18 @@ def one_in_every_layer(x):
     return jax.lax.scan(layer, x, jnp.array([1.0, 2, 3]))
 
 
+def folded_into_a_factor_and_a_shift(x):
+    mean, variance = x.mean(0), x.var(0)
+    deviation = jnp.maximum(jnp.sqrt(variance), 1e-3)
+    return x * (1 / deviation) - mean / deviation, jnp.stack([mean, variance])
+
+
 @pytest.mark.parametrize(
     "norm",
     [
         a_median,
         a_variance_by_the_mean_of_squares,
+        folded_into_a_factor_and_a_shift,
         pytest.param(one_in_every_layer, marks=pytest.mark.slow),
     ],
 )
@@ -1036,6 +1043,44 @@ def test_statistics_that_are_kept_are_meant(norm):
 
     step = mt.train_step(loss, optax.sgd(0.1), devices=2, towers=4)
     step(step.init(W, model_state=jnp.zeros_like(norm(X)[1])), X)  # warnings are errors here
+
+
+def divided_by_their_running_means(w, x, *, model_state):
+    each = (losses(w, x)[:, None] * x**2).mean(0)
+    running = 0.5 * model_state + 0.5 * each
+    return (each / running).sum(), {}, running
+
+
+def entropy_of_the_mean(w, x, *, model_state):
+    mean = jax.nn.softmax(x * w).mean(0)
+    return losses(w, x) + (mean * jnp.log(mean)).sum(), {}, 0.9 * model_state + 0.1 * mean
+
+
+def rows_divided_by_the_mean(w, x, *, model_state):
+    running = 0.5 * model_state + 0.5 * (x**2).mean(0)
+    return losses(w, x / running), {}, running
+
+
+def a_masked_mean_on_the_line_of_the_state(w, x, *, model_state):
+    mask = x[:, 0] > 0
+    # fmt: off
+    return (losses(w, x) * mask).sum() / jnp.maximum(mask.sum(), 1), {}, model_state + x.mean(0)
+    # fmt: on
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        divided_by_their_running_means,
+        entropy_of_the_mean,
+        pytest.param(rows_divided_by_the_mean, marks=pytest.mark.slow),
+        a_masked_mean_on_the_line_of_the_state,
+    ],
+)
+def test_a_kept_mean_that_normalises_no_rows_is_told(loss):
+    """Lie: a mean that goes into a state is a statistic, whatever else the loss makes of it."""
+    with pytest.warns(mt.MultitowerWarning, match=r"loss \(.*\): rows are brought together"):
+        after_a_step(loss)
 
 
 def test_statistics_that_a_scan_makes_are_meant():

@@ -118,7 +118,8 @@ class Results(NamedTuple):
 
     def are_statistics(self, flow: Flow) -> bool:
         """Whether rows are brought together by nothing but returned statistics."""
-        return bool(flow.mixed) and {line_at(root) for root in flow.roots} <= self.known_lines
+        of_known = {line_at(root) for root in flow.roots} <= self.known_lines
+        return bool(flow.mixed) and of_known and not flow.no_norm
 
     def mixed_or_summed(self, averages: bool, told: set[str]) -> list[Problem]:
         """A problem for each result that mixes rows, is a sum of rows, or counts them.
@@ -133,14 +134,14 @@ class Results(NamedTuple):
                 continue
             flow = one.flow
             unknown = {line_at(root) for root in flow.roots} - self.known_lines
-            if flow.mixed and unknown:
+            if flow.mixed and (unknown or flow.no_norm):
                 if not told & set(flow.mixed):
                     tells = (
                         p
                         for p in flow.mixed
                         if line_at(p) in unknown or operation_at(p) in MEETINGS
                     )
-                    place = next(tells, flow.mixed[0])
+                    place = next(tells, flow.no_norm or flow.mixed[0])
                     why = WHY_MIXED.get(operation_at(place), MIXED)
                     problems.append(Problem("mixed rows", one.name, place, why))
             elif one.has_rows and flow.word == "linear" and flow.is_mean:  # jnp.full(n, x.mean())

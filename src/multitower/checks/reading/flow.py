@@ -96,6 +96,8 @@ class Flow:
             largest, and its line: it is no mean over rows.
         bent: for a mixed value, the operation that made it of sums over rows, and its line, if the
             mean over towers of such values is another number; but a variance is meant.
+        no_norm: the operation that used a sum over rows as normalising rows does not, on the way to
+            this value, and its line: its logarithm, a quotient of two, or rows divided by a mean.
         order: the order that its rows are in, if they were sorted or laid out; see `orders`.
         chunk: the number of the chunk whose rows it has, `Chunks` for all of them, or
             SUM_OF_CHUNKS, if the rows were laid out in chunks; see `chunks`.
@@ -128,6 +130,7 @@ class Flow:
     is_steady: bool = False
     per_row: bool = False
     beside: str | None = None
+    no_norm: str | None = None
     order: Order | None = None
     chunk: int | Chunks | None = None
     inner: int | None = None
@@ -259,6 +262,7 @@ def join(a: Flow, b: Flow) -> Flow:
         is_steady=a.is_steady and b.is_steady,
         per_row=a.per_row and b.per_row,
         beside=(a.beside or b.beside) if word == "linear" else None,
+        no_norm=a.no_norm or b.no_norm,
         chunk=chunks.pop() if len(chunks) == 1 else None,
     )
 

@@ -57,10 +57,12 @@ BENDS = {
 DECIDES = {"reduce_prod", "argmax", "argmin"}
 # So is what is divided by such a mean: the number of the input that divides.
 DIVISORS = {"div": 1, "triangular_solve": 0}
+# Of BENDS, what normalising rows does with no statistic of theirs.
+BENDS_NO_NORM = {"exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh"}
 # Of BENDS, what a variance may need too, which is a mean over rows less their mean, or zero.
 CLIPS = {"max", "min", "clamp", "abs"}
 # Of BENDS, what nobody keeps of a variance as if it were one.
-BENDS_VARIANCES = {"exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "rsqrt"}
+BENDS_VARIANCES = {*BENDS_NO_NORM, "rsqrt"}
 # Equinox asks so whether any row needs a branch, whose result the other rows do not take.
 WHETHER_ANY = ("unvmap_any", "unvmap_all", "unvmap_max")
 # Their results are the same in every tower.

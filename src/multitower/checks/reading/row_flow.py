@@ -266,6 +266,7 @@ class _Reader:
             bent=self._bent(equation, word, inputs),
             summed=_summed(name, inputs) if word == "mixed" else None,
             ends=ends_of(inputs, mixing) if word == "mixed" else frozenset(),
+            no_norm=self._no_norm(equation, inputs),
         )
         return self.counting.added_to(flow, equation, inputs)
 
@@ -311,6 +312,17 @@ class _Reader:
         if is_now or (divisor is not None and words[divisor] != "free"):
             return self.where(equation)
         return next((flow.bent for flow in inputs if flow.bent), None)
+
+    def _no_norm(self, equation: Any, inputs: list[Flow]) -> str | None:
+        """Where a sum over rows was used as normalising rows does not: it divides by a root."""
+        name, words = equation.primitive.name, [flow.word for flow in inputs]
+        is_now = name in operations.BENDS_NO_NORM and words[0] in ("linear", "mixed")
+        if (divisor := operations.DIVISORS.get(name)) is not None:
+            of_sums = words[1 - divisor] in ("linear", "mixed") and inputs[divisor].bent
+            is_now = words[divisor] == "linear" or (words[divisor] == "mixed" and bool(of_sums))
+        if is_now:
+            return self.where(equation)
+        return next((flow.no_norm for flow in inputs if flow.no_norm), None)
 
     def _word(
         self, equation: Any, name: str, inputs: list[Flow]
