@@ -112,6 +112,15 @@ def test_what_mixes_elements_is_refused(name):
         first(MIXING[name])
 
 
+def test_one_that_fails_on_a_block_is_refused():
+    adam = optax.adam(0.1)
+    mapped = optax.GradientTransformation(jax.vmap(adam.init), jax.vmap(adam.update))
+    ensemble = {"in": np.ones((3, 4, 9), np.float32), "out": np.ones((3, 9), np.float32)}
+    said = "works element by element, and it fails on a block: ValueError: vmap got inconsistent"
+    with pytest.raises(mt.ArgumentError, match=said):
+        first(mapped, ensemble)
+
+
 def test_mechanize_is_refused():
     params = {"out": np.ones(9, np.float32)}  # it takes no 16-bit parameters
     with pytest.raises(mt.ArgumentError, match="works element by element"):

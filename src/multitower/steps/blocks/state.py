@@ -57,7 +57,7 @@ class BlockState:
     def __init__(
         self, optimizer: "optax.GradientTransformation", params: Any, placement: Placement
     ) -> None:
-        from multitower.steps.optimizing.element_wise import mixes, refuse_mixing  # noqa: PLC0415 (importing stays quick)
+        from multitower.steps.optimizing.element_wise import fails, mixes, refuse_mixing  # noqa: PLC0415 (importing stays quick)
 
         self.layout = BlockLayout.of(params, placement.num_towers)
         if not any(place.size for place in self.layout.places):
@@ -68,7 +68,10 @@ class BlockState:
         self._placement = placement
         self._optimizer = optimizer
         whole = jax.eval_shape(optimizer.init, params)
-        block = jax.eval_shape(optimizer.init, self.layout.shapes_of_block())
+        try:
+            block = jax.eval_shape(optimizer.init, self.layout.shapes_of_block())
+        except Exception as error:
+            raise fails(error) from error
         self._whole, self._treedef = jax.tree.flatten(whole)
         leaves, treedef = jax.tree.flatten(block)
         if treedef != self._treedef:

@@ -99,8 +99,7 @@ def _compare(
     try:
         blocks, _ = _read(fn, arguments[1], elements, numbering)
     except Exception as error:
-        text = str(error).splitlines()[0] if str(error) else ""
-        raise mixes(f"it fails on a block: {type(error).__name__}: {text[:200]}") from error
+        raise fails(error) from error
     for name, whole, block, is_cut in zip(names, wholes, blocks, cut, strict=True):
         for value in (whole, block):
             if value.word == "mixed":
@@ -128,6 +127,12 @@ def _name(path: tuple[Any, ...], is_init: bool) -> str:
     which, *rest = path
     where = jax.tree_util.keystr(tuple(rest))
     return f"the new state{where}" if which.idx else f"the update of params{where}"
+
+
+def fails(error: Exception) -> ArgumentError:
+    """The error for an optimizer that raises one of its own where it gets blocks."""
+    text = str(error).splitlines()[0] if str(error) else ""
+    return mixes(f"it fails on a block: {type(error).__name__}: {text[:200].rstrip('.:')}")
 
 
 def mixes(why: str) -> ArgumentError:
