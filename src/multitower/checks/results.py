@@ -134,7 +134,7 @@ class Results(NamedTuple):
                 continue
             flow = one.flow
             unknown = {line_at(root) for root in flow.roots} - self.known_lines
-            if flow.mixed and (unknown or flow.no_norm):
+            if flow.mixed and not self.are_statistics(flow):
                 if not told & set(flow.mixed):
                     tells = (
                         p

@@ -24,7 +24,7 @@ def plan(
     devices: int | None = None,
     machines: int = 1,
     towers: int | None = None,
-    memory: int | str | None = None,
+    memory: float | str | None = None,
     model_state: Any = None,
     rng: Any = None,
     ema_decay: EmaDecay | None = None,

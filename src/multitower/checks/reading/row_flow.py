@@ -316,10 +316,13 @@ class _Reader:
     def _no_norm(self, equation: Any, inputs: list[Flow]) -> str | None:
         """Where a sum over rows was used as normalising rows does not: it divides by a root."""
         name, words = equation.primitive.name, [flow.word for flow in inputs]
-        is_now = name in operations.BENDS_NO_NORM and words[0] in ("linear", "mixed")
-        if (divisor := operations.DIVISORS.get(name)) is not None:
-            of_sums = words[1 - divisor] in ("linear", "mixed") and inputs[divisor].bent
-            is_now = words[divisor] == "linear" or (words[divisor] == "mixed" and bool(of_sums))
+        are_sums = [word in ("linear", "mixed") for word in words]
+        divisor = operations.DIVISORS.get(name)
+        if divisor is None:
+            is_now = name in operations.BENDS_NO_NORM and are_sums[0]
+        else:
+            is_bent = words[divisor] == "mixed" and inputs[divisor].bent is not None
+            is_now = words[divisor] == "linear" or (is_bent and are_sums[1 - divisor])
         if is_now:
             return self.where(equation)
         return next((flow.no_norm for flow in inputs if flow.no_norm), None)
