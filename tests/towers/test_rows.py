@@ -157,6 +157,28 @@ def test_a_batch_of_graphs_is_no_batch_of_rows():
             mt.value_and_grad(loss, devices=2)(np.ones(2), *arguments)
 
 
+@pytest.mark.parametrize("ends", [("senders", "receivers"), ("edge_index",)])
+def test_edges_in_a_dict_or_as_arguments_are_no_rows_either(ends):
+    """Lie: edges are cut out alone, and every tower gets all of them beside its own nodes."""
+    arrays = {"nodes": np.ones((9, 2)), **dict.fromkeys(ends, np.ones(12, int))}
+    with pytest.raises(mt.BatchError, match=r"several graphs are in one.*Pad every graph"):
+        mt.value_and_grad(lambda w, batch: batch["nodes"] @ w, devices=2)(np.ones(2), arrays)
+    by_ends = {1: lambda w, nodes, edge_index: w, 2: lambda w, nodes, senders, receivers: w}
+    with pytest.raises(mt.BatchError, match=r"several graphs are in one.*Pad every graph"):
+        mt.value_and_grad(by_ends[len(ends)], devices=2)(1.0, *arrays.values())
+    with pytest.raises(mt.BatchError) as told:  # one end alone is something else
+        take_apart({"nodes": np.ones(9), "senders": np.ones(12)}, 0, name="batch")
+    assert "graph" not in str(told.value)
+
+
+def test_several_keys_for_every_tower_are_one_that_is_split():
+    """Lie: they are to be shared, and then all towers draw the same numbers."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    loss = lambda w, x, keys: w * x
+    with pytest.raises(mt.BatchError, match=r"keys: pass one key.*jax.random.split\(key, 3\)"):
+        mt.value_and_grad(loss, devices=2)(1.0, np.ones(8), keys)
+
+
 @pytest.mark.slow
 def test_a_sparse_array_is_no_batch_of_rows():
     """Lie: its entries are rows, if by chance there are as many as rows, or weights."""

@@ -306,7 +306,8 @@ SHAPES = (
 )
 SAME_NUMBERS = (
     "they come from a key that is the same in every tower, so all towers would draw the same ones, "
-    "dropout masks for example. Pass a typed key, jax.random.key(...), as an argument of its own."
+    "dropout masks for example. Pass a typed key, jax.random.key(...), as an argument of its own. "
+    "For several keys split it in the function, jax.random.split(key, n)."
 )
 UNREAD = (
     "rows are written into it, and what is read from it is not followed here: if the function "

@@ -174,8 +174,8 @@ _OF_ROWS = (
     "written into the function, or more of them than a tower has (reshape, top_k), fails here: "
     "take it from the argument, x.shape[0], or use fewer towers. So does a state with one entry "
     "per row of the batch, such as an RNN's carry: make it an argument of mt.value_and_grad, and "
-    "return it in aux. Leave out shardings of the rows (jax.shard_map, jax.sharding.reshard): a "
-    "tower is on one device."
+    "return it in aux. Of parameters with one entry per row take weights[mt.row_index(x)]. Leave "
+    "out shardings of the rows (jax.shard_map, jax.sharding.reshard): a tower is on one device."
 )
 _PLAIN = {
     "grad": "jax.grad",

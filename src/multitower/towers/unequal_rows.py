@@ -5,6 +5,7 @@ in axis 0, and none of them holds rows. The error advises to share the whole arg
 share the weights without their biases, or to share the batch, would lead to the next error.
 """
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from multitower.errors import BatchError, listed
+from multitower.towers.leaves import is_key
 from multitower.towers.refusals import (
     Names,
     name_of,
@@ -21,12 +23,16 @@ from multitower.towers.refusals import (
 )
 
 _SHOWN = 3  # a message names at most so many arrays of an argument
+_PAD_GRAPHS = (
+    "an edge may point into another tower. Pad every graph to the same number of nodes and edges, "
+    "stack the graphs on axis 0, and apply the model of one graph with jax.vmap."
+)
 _GRAPHS = (
     "a batch of graphs in one, like jraph's GraphsTuple, has no rows that can be cut: its arrays "
-    "hold the nodes and edges of all graphs, and an edge may point into another tower. Pad every "
-    "graph to the same number of nodes and edges, stack the graphs on axis 0, and apply the model "
-    "of one graph with jax.vmap."
+    f"hold the nodes and edges of all graphs, and {_PAD_GRAPHS}"
 )
+# What the two ends of edges are called.
+_EDGES = ({"senders", "receivers"}, {"sender", "receiver"}, {"edge_index"})
 _SLICES = (
     " If the arrays of a list are slices of one batch, pass jnp.concatenate(slices): multitower "
     "cuts the batch itself."
@@ -78,7 +84,8 @@ def rows_differ(tree: Any, name: str | Names, axes: Any, kinds: Sequence[Any]) -
     deepest = max(len(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0])
     levels = (_at(depth, tree, kinds) for depth in range(start, deepest + 1))
     found = (_arguments_differ(tree, name, axes, arguments) for arguments in levels)
-    return BatchError(f"{next(filter(None, found))}{_or_turn(tree, name, kinds)}{_or_join(tree)}")
+    more = _or_turn(tree, name, kinds) + _or_split(tree, name, kinds) + _or_join(tree)
+    return BatchError(f"{next(filter(None, found))}{more}{_or_pad_graphs(tree, name, kinds)}")
 
 
 def _or_join(tree: Any) -> str:
@@ -90,6 +97,28 @@ def _or_join(tree: Any) -> str:
 def _are_slices(arrays: Sequence[Any]) -> bool:
     shapes = {getattr(array, "shape", ()) for array in arrays}
     return len(shapes) > 1 and () not in shapes and len({shape[1:] for shape in shapes}) == 1
+
+
+def _or_split(tree: Any, name: str | Names, kinds: Sequence[Any]) -> str:
+    """Advice for several keys that every tower needs, such as one for each sample it draws."""
+    for number, (leaf, kind) in enumerate(zip(jax.tree.leaves(tree), kinds, strict=True)):
+        if isinstance(kind, int) and is_key(leaf):
+            return (
+                f" If every tower draws from all keys of {path_of(tree, number, name)}: pass one "
+                f"key and split it in the function, jax.random.split(key, {leaf.shape[kind]})."
+            )
+    return ""
+
+
+def _or_pad_graphs(tree: Any, name: str | Names, kinds: Sequence[Any]) -> str:
+    """Advice for the edges of several graphs in one, which are no rows of a batch."""
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    each = zip(flat, kinds, strict=True)
+    names = [name_of(path, name) for (path, _), kind in each if isinstance(kind, int)]
+    words = {re.split(r"\W", name.rstrip("']"))[-1] for name in names}
+    if not any(ends <= words for ends in _EDGES):
+        return ""
+    return f" If several graphs are in one, a row must be a whole graph: {_PAD_GRAPHS}"
 
 
 def _is_batch_of_graphs(node: Any) -> bool:
