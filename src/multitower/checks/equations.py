@@ -15,6 +15,8 @@ _T = TypeVar("_T")
 _LOOPS = ("scan", "while", "cond")
 # The program inside jax.lax.reduce and reduce_window is one of two elements, not of the arrays.
 _FOLDS = {"dimensions", "window_dimensions"}
+# Where JAX 0.12 has the operations that it calls high, such as jnp.nonzero and jnp.searchsorted.
+_HIGH = "_prim"
 # Enough for the numbers that a loss is divided by.
 _SMALL = 16
 _ARITHMETIC: Mapping[str, Callable[..., Any]] = {
@@ -108,6 +110,8 @@ def program_inside(params: Mapping[str, Any], num_inputs: int) -> Any:
     """The program inside a call such as jit, checkpoint or a custom derivative, or None."""
     if not _FOLDS.isdisjoint(params):
         return None
+    if _HIGH in params:
+        return _program_of_high(params[_HIGH])
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         program: Any = params.get(name)
         inner: Any = getattr(program, "jaxpr", program)
@@ -116,6 +120,18 @@ def program_inside(params: Mapping[str, Any], num_inputs: int) -> Any:
         if len(inner.constvars) == len(getattr(program, "consts", ())):  # all of it is known
             return program
     return None
+
+
+def _program_of_high(operation: Any) -> Any:
+    """The program of a hijax operation, or None: JAX makes it no sooner than it compiles."""
+
+    def run(*flat: Any) -> Any:
+        return operation.expand(*jax.tree.unflatten(operation.in_tree, flat))
+
+    try:
+        return jax.make_jaxpr(run)(*operation.in_avals_flat)
+    except Exception:  # such as one that needs the axis of towers
+        return None
 
 
 def follow(

@@ -6,9 +6,7 @@ from typing import Any
 from multitower.checks.reading import operations
 from multitower.checks.reading.flow import Flow
 
-_ALONG_AXIS = (
-    "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev", "argsort",
-)  # fmt: skip
+_ALONG_AXIS = (*operations.CUMULATIVE, "sort", "rev", "argsort")
 # These work on the matrices in the last two axes.
 _OF_MATRICES = (
     "cholesky", "eig", "eigh", "householder_product", "lu", "qr", "schur", "svd",

@@ -21,6 +21,8 @@ KEEP_THE_SIZE = {
     "stop_gradient", "sub",
 }  # fmt: skip
 
+CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+
 # Each result of theirs is one of their inputs.
 HANDS_ON = {"name", "device_put", "optimization_barrier"}
 # They do not change a value. The rest of the second set makes copies of its numbers.

@@ -10,6 +10,8 @@ from multitower.checks.reading.along_rows import works_along_rows
 from multitower.checks.reading.flow import Flow, Word
 from multitower.checks.reading.loops import Reader
 
+_LOOKS_UP = ("gather", "dynamic_slice")
+
 
 def placed(equation: Any, word: Word, inputs: Sequence[Flow], reader: Reader) -> str | None:
     """Where the numbers of the rows come from, or how many there are, if a result depends on them.
@@ -37,8 +39,9 @@ def placed(equation: Any, word: Word, inputs: Sequence[Flow], reader: Reader) ->
     if _finds_among_all(equation, reader):
         if name == "slice":
             return reader.where(equation)
-    elif name in operations.FINDS and (word != "free" or name not in ("gather", "dynamic_slice")):
-        inputs = [inputs[n] for n in operations.FINDS[name]]  # row i of what belongs to rows
+    elif name in operations.FINDS and (word != "free" or name not in _LOOKS_UP):
+        if name not in _LOOKS_UP or _finds_rows(equation, reader):
+            inputs = [inputs[n] for n in operations.FINDS[name]]  # row i of what belongs to rows
     return next((flow.placed for flow in inputs if flow.placed), None)
 
 
@@ -99,10 +102,19 @@ def _counts_on(equation: Any, inputs: Sequence[Flow], reader: Reader) -> bool:
     return len(others) == 1 and is_number(others[0])
 
 
+def _finds_rows(equation: Any, reader: Reader) -> bool:
+    """Whether it looks up rows; `logits[i, labels[i]]` looks up a class, which labels decide."""
+    params, rows = equation.params, reader.row_axes(equation.invars[0])
+    if equation.primitive.name == "gather":
+        return any(axis in params["dimension_numbers"].start_index_map for axis in rows)
+    shape = equation.invars[0].aval.shape
+    return any(params["slice_sizes"][axis] < shape[axis] for axis in rows)
+
+
 def _finds_among_all(equation: Any, reader: Reader) -> bool:
     """Whether it looks up rows of all towers, by numbers or by place."""
     name, params = equation.primitive.name, equation.params
-    if name not in ("gather", "dynamic_slice", "slice"):
+    if name not in (*_LOOKS_UP, "slice"):
         return False
     shape, own = equation.invars[0].aval.shape, reader.row_axes(equation.invars[0])
     of_all = [a for a, n in enumerate(shape) if n and n % reader.num_rows == 0 and a not in own]

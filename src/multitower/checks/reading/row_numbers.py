@@ -26,7 +26,9 @@ def is_index(equation: Any, inputs: list[Flow], num_rows: int, real_rows: int) -
     is_backwards = name in ("neg", "rev") or (name == "sub" and of_rows == [False, True])
     # i ^ 1 is the neighbour in a pair of rows, which an odd number of rows cuts.
     is_cut = name == "xor" and real_rows % 2 == 1
-    is_other = is_next or is_backwards or is_cut
+    # A mask finds no row, nor do places counted in one, as jnp.nonzero and jnp.triu_indices do.
+    is_count = name in operations.CUMULATIVE or equation.outvars[0].aval.dtype == bool
+    is_other = is_next or is_backwards or is_cut or is_count
     return any(of_rows) and not (is_other or _is_moved(name, inputs, num_rows))
 
 
