@@ -25,6 +25,7 @@ from multitower.checks.problems import (
     table,
     unread,
 )
+from multitower.checks.reading.chunks import axes_apart
 from multitower.checks.reading.flow import Flow, operation_at, rows_of
 from multitower.checks.reading.operations import FINDS
 from multitower.checks.reading.row_flow import Reading, read, unused_size
@@ -246,7 +247,9 @@ def read_tower(
     except Exception:
         return None
     flows = [*(rows_of(number) for number in range(len(rows))), Flow(varies=True)]
-    flows += [Flow(is_steady=True)] * (len(program.in_avals) - len(flows))
+    flows += [
+        Flow(is_steady=True, apart=axes_apart(kind.shape)) for kind in program.in_avals[len(flows) :]
+    ]
     try:
         numbers = {"batch_rows": batch_rows, "num_towers": num_towers, "real_rows": real_rows}
         reading = read(program, flows, num_rows, **numbers)

@@ -16,6 +16,8 @@ from multitower.checks.reading.flow import SUM_OF_CHUNKS, Chunks, Flow, line_at,
 
 # They put chunks beside each other.
 _BESIDE = {"concatenate", "pad", "stack", *operations.WRITTEN}
+# It is known which axis of their result an axis of theirs becomes, though their shapes differ.
+_MOVES = {"broadcast_in_dim", "dot_general", "reshape", "squeeze", "transpose"}
 # They go along an axis, and leave as many entries on it.
 _ALONG = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort"}
 
@@ -44,6 +46,9 @@ def pairs_chunks(equation: Any, inputs: Sequence[Flow]) -> bool:
     chunks = _in_result(equation, inputs)
     if len(chunks) > 1 or SUM_OF_CHUNKS in chunks:
         return not _is_linear(equation, inputs)
+    apart = apart_in(equation, inputs)
+    if any(isinstance(one, Chunks) and one.axis in apart for one in chunks):
+        return True
     return name not in ("reduce_sum", "cumsum") and _is_along_chunks(equation, inputs)
 
 
@@ -63,6 +68,37 @@ def with_chunks(
         replace(flow, chunk=chunk) if chunk is not None and flow.word == "by row" else flow
         for flow, chunk in zip(found, chunks, strict=True)
     ]
+
+
+def apart_in(equation: Any, inputs: Sequence[Flow]) -> frozenset[int]:
+    """The axes of a result along which what is free of rows in it differs; see `Flow.apart`."""
+    name, shapes = equation.primitive.name, _shapes(equation.invars)
+    (shape, *_), is_free = _shapes(equation.outvars), [flow.word == "free" for flow in inputs]
+    if name == "iota":
+        return frozenset([equation.params["dimension"]])
+    is_one = len(equation.outvars) == 1
+    if not is_one or name in operations.DRAWS or any(flow.is_drawn for flow in inputs):
+        return frozenset()
+    if name not in _MOVES and not all(_is_spread(one, shape) for one in shapes):
+        return frozenset()
+    moved = (
+        _moved(equation, number, axis)
+        for number, flow in enumerate(inputs)
+        if is_free[number]
+        for axis in flow.apart
+    )
+    return frozenset(axis for axis in moved if axis is not None)
+
+
+def _is_spread(shape: tuple[int, ...], result: tuple[int, ...]) -> bool:
+    """Whether an operation on elements takes an input with this shape as one with the result's."""
+    pairs = zip(shape, result, strict=False)
+    return not shape or (len(shape) == len(result) and all(n in (1, size) for n, size in pairs))
+
+
+def axes_apart(shape: Sequence[int]) -> frozenset[int]:
+    """The axes along which an argument that every tower gets whole may differ: with two entries."""
+    return frozenset(axis for axis, size in enumerate(shape) if size > 1)
 
 
 def in_a_turn(chunk: int | Chunks | None) -> int | Chunks | None:

@@ -123,10 +123,14 @@ def per_row(name: str, inputs: Sequence[Flow], num_rows: int, tower_rows: int = 
 def beside(name: str, inputs: Sequence[Flow], num_rows: int) -> bool:
     """Whether an operation adds a steady number to a sum over rows.
 
-    Of constants only whole numbers count that are less than the number of rows, such as the 1 that
+    To put it beside the sum, as `jnp.stack` does, counts as well: one adds up what is stacked. Of
+    constants only whole numbers count that are less than the number of rows, such as the 1 that
     keeps a quotient from 0 / 0: others may be made of that number, as n * log(2 * pi) is.
     """
     words = [flow.word for flow in inputs]
+    if name in ("concatenate", "stack"):
+        has_sum = any(flow.is_sum for flow in inputs)
+        return has_sum and any(flow.is_steady and not _is_zeros(flow) for flow in inputs)
     if name not in ("add", "add_any", "sub") or sorted(words) != ["free", "linear"]:
         return False
     number, total = inputs[words.index("free")], inputs[words.index("linear")]
@@ -165,6 +169,11 @@ def multiplies(name: str, inputs: Sequence[Flow], num_rows: int) -> bool:
 def is_zero(flow: Flow) -> bool:
     """Whether it is the number 0; not an array of zeros, which parameters may be."""
     return np.ndim(flow.value) == 0 and bool(flow.value == 0)
+
+
+def _is_zeros(flow: Flow) -> bool:
+    """Whether it is known to be zeros, which add nothing."""
+    return flow.value is not None and not np.any(flow.value)
 
 
 def _is_round(number: float) -> bool:

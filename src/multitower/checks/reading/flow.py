@@ -101,6 +101,8 @@ class Flow:
         order: the order that its rows are in, if they were sorted or laid out; see `orders`.
         chunk: the number of the chunk whose rows it has, `Chunks` for all of them, or
             SUM_OF_CHUNKS, if the rows were laid out in chunks; see `chunks`.
+        apart: for a value that is free of rows, the axes along which its entries differ, as far as
+            that is known: such as weights of four tasks, which meet four chunks of the rows.
         inner: for an axis with several values of each row, how many of them lie side by side, if
             that is known; see `layout`.
         value: its value, if it is a constant: Keras, for example, computes the number of rows in
@@ -133,6 +135,7 @@ class Flow:
     no_norm: str | None = None
     order: Order | None = None
     chunk: int | Chunks | None = None
+    apart: frozenset[int] = frozenset()
     inner: int | None = None
 
     @property

@@ -75,9 +75,11 @@ def _scan(reader: Reader, equation: Any, inputs: list[Flow]) -> list[Flow]:
         inputs = [*inputs[:num_shared], *numbered, *inputs[num_given:]]
     scanned = inputs[num_given:]
     over_chunks = any(isinstance(x.chunk, Chunks) and x.chunk.axis == 0 for x in scanned)
-    inputs = [*inputs[:num_given], *(replace(x, chunk=in_a_turn(x.chunk)) for x in scanned)]
+    inputs = [*inputs[:num_given], *map(_in_a_turn, scanned)]
     outputs = _loop(reader, program, inputs, num_shared, num_carried, is_count=is_count)
-    stacked = [replace(x, chunk=of_all_turns(x.chunk)) for x in outputs[num_carried:]]
+    stacked = [
+        replace(x, chunk=of_all_turns(x.chunk), apart=frozenset()) for x in outputs[num_carried:]
+    ]
     outputs = [*outputs[:num_carried], *stacked]
     if over_chunks:
         return _scan_chunks(reader, equation, outputs, sums_up(program, num_shared, num_carried))
@@ -109,6 +111,12 @@ def _scan(reader: Reader, equation: Any, inputs: list[Flow]) -> list[Flow]:
         )
         for atom, flow in zip(equation.outvars, outputs, strict=True)
     ]
+
+
+def _in_a_turn(flow: Flow) -> Flow:
+    """What is known of what a loop takes in one turn of an array, along axis 0."""
+    apart = frozenset(axis - 1 for axis in flow.apart if axis)
+    return replace(flow, chunk=in_a_turn(flow.chunk), apart=apart)
 
 
 def _sum_of_turns(flow: Flow, place: str) -> Flow:

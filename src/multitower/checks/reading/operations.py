@@ -52,11 +52,14 @@ FINDS = {
 BENDS = {
     "exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "pow", "rsqrt", "abs", "max", "min",
     "clamp", "round", "floor", "ceil", "sign", "eq", "ne", "lt", "le", "gt", "ge", "argmax",
-    "argmin", "reduce_max", "reduce_min", "sort", "cholesky", "eigh", "lu", "qr", "svd",
+    "argmin", "reduce_max", "reduce_min", "sort", "top_k", "approx_top_k", "cholesky", "eigh", "lu",
+    "qr", "svd", "sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "asinh",
+    "acosh", "atanh", "erf", "erfc", "erf_inv", "lgamma", "digamma", "cbrt", "rem", "cumprod",
+    "cummax", "cummin", "cumlogsumexp",
 }  # fmt: skip
 # What they make of all rows is no mean of theirs. Whether any or all rows are something is left
 # out: mostly it is whether all are finite.
-DECIDES = {"reduce_prod", "argmax", "argmin"}
+DECIDES = {"reduce_prod", "argmax", "argmin", "svd", "qr"}
 # So is what is divided by such a mean: the number of the input that divides.
 DIVISORS = {"div": 1, "triangular_solve": 0}
 # Of BENDS, what normalising rows does with no statistic of theirs.

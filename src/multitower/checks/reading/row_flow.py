@@ -33,7 +33,7 @@ from multitower.checks.reading.along_rows import (
     works_along_rows,
 )
 from multitower.checks.reading.backward_rules import backward_mixing
-from multitower.checks.reading.chunks import pairing, pairs_chunks, with_chunks
+from multitower.checks.reading.chunks import apart_in, pairing, pairs_chunks, with_chunks
 from multitower.checks.reading.counting import Counting
 from multitower.checks.reading.flow import (
     Flow,
@@ -178,6 +178,7 @@ class _Reader:
             is_number=step == 1,
             placed=place,
             is_steady=is_steady,
+            apart=frozenset(n for n in range(len(shape)) if differs_along(value, n)),
         )
 
     def _equation(self, equation: Any, inputs: list[Flow]) -> list[Flow]:
@@ -267,6 +268,7 @@ class _Reader:
             summed=_summed(name, inputs) if word == "mixed" else None,
             ends=ends_of(inputs, mixing) if word == "mixed" else frozenset(),
             no_norm=self._no_norm(equation, inputs),
+            apart=apart_in(equation, inputs) if word == "free" else frozenset[int](),
         )
         return self.counting.added_to(flow, equation, inputs)
 
@@ -308,6 +310,7 @@ class _Reader:
         power = equation.params["y"] if name == "integer_pow" else 2  # a square is in a variance
         is_now |= power < 0 or (power > 2 and worst == "linear")
         is_now |= name in operations.DECIDES and worst == "by row"
+        is_now |= name == "sqrt" and inputs[0].is_sum  # of a mean it is a deviation
         divisor = operations.DIVISORS.get(name)
         if is_now or (divisor is not None and words[divisor] != "free"):
             return self.where(equation)
@@ -358,9 +361,10 @@ class _Reader:
         if works_along_rows(equation, inputs, self.num_rows, self.all_rows):
             if not any(flow.sources for flow in inputs):
                 return "free", None, None  # noise alone, such as what makes a permutation
-            # A sorted array, as of a quantile, is no table; nor is one whose neighbours are taken.
+            # A sorted array, as of a quantile, is no table; nor is one whose neighbours are taken, or
+            # rows that a mask chooses.
             is_plain = len(inputs[0].sources) == 1 and not inputs[0].mixed
-            if name == "gather" and is_plain and not inputs[1].placed:
+            if name == "gather" and is_plain and not (inputs[1].placed or inputs[1].mixed):
                 self.tables.setdefault(next(iter(inputs[0].sources)), place)
             return ("by row" if has_rows else "mixed"), None, place
         # jax.vmap draws for all rows from the first one's key, if the keys are such.
