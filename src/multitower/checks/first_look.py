@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from multitower.checks.changing import Changing, changing
 from multitower.checks.copies import writes_in
 from multitower.checks.problems import (
     COUNTED_CALLS,
@@ -234,27 +235,35 @@ def read_tower(
     if prime > most > 0:
         return None
     num_rows = times * prime
-    shapes = row_shapes(rows, num_rows)
+    other_prime = unused([*sizes, prime])[0]
 
     def run(rows: list[Any], number: jax.Array, others: Any) -> tuple[dict[str, Any], Writes]:
         with noting_writes() as written:
-            here = Tower(number, jnp.int32(num_rows), jnp.int32(num_rows))
-            return outputs(rows, here, others), written
+            num_rows = jnp.int32(rows[0].shape[0])
+            return outputs(rows, Tower(number, num_rows, num_rows), others), written
+
+    def with_rows(num_rows: int) -> Any:
+        anew = functools.partial(run)  # JAX keeps the program of a function
+        make = jax.make_jaxpr(anew, axis_env=axis_of(num_towers), return_shape=True)
+        return make(row_shapes(rows, num_rows), jnp.int32(0), others)
 
     try:
-        make = jax.make_jaxpr(run, axis_env=axis_of(num_towers), return_shape=True)
-        program, (tree, written) = make(shapes, jnp.int32(0), others)
+        program, (tree, written) = with_rows(num_rows)
     except Exception:
         return None
     flows = [*(rows_of(number) for number in range(len(rows))), Flow(varies=True)]
     flows += [
-        Flow(is_steady=True, apart=axes_apart(kind.shape)) for kind in program.in_avals[len(flows) :]
+        Flow(is_steady=True, apart=axes_apart(jnp.shape(leaf))) for leaf in jax.tree.leaves(others)
     ]
     try:
+        made = Changing()
+        if not most or other_prime <= most:
+            other_rows = times * other_prime
+            made = changing(program, num_rows, other_rows, lambda number: with_rows(number)[0])
         numbers = {"batch_rows": batch_rows, "num_towers": num_towers, "real_rows": real_rows}
-        reading = read(program, flows, num_rows, **numbers)
+        reading = read(program, flows, num_rows, made=made, **numbers)
         if times > 1:
-            chunks = read(program, flows, prime, num_groups=times, **numbers)
+            chunks = read(program, flows, prime, num_groups=times, made=made, **numbers)
             reading = _with_chunks(reading, chunks)
         more = writes_in(program, written), uses_of_weights(program)
         return reading, Results.of(reading, tree, num_rows, *more)

@@ -195,9 +195,9 @@ class Results(NamedTuple):
                 if one.flow.bent and not (one.flow.a_sum or one.flow.held or one.has_rows)
             ),
             *(
-                Problem("row count", one.name, one.flow.placed, COUNTED)
+                Problem("row count", one.name, one.flow.placed or one.flow.counted, COUNTED)
                 for one in states
-                if (one.flow.placed or self._is_count(one))
+                if (one.flow.placed or one.flow.counted or self._is_count(one))
                 and not (one.flow.mixed or one.flow.is_sum or one.has_rows)
             ),
         ]

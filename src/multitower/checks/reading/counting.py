@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from multitower.checks.changing import Changing
 from multitower.checks.reading import operations
 from multitower.checks.reading.along_rows import row_axes
 from multitower.checks.reading.counts import (
@@ -15,6 +16,7 @@ from multitower.checks.reading.counts import (
     is_made_of_count,
     is_mean,
     is_of_all,
+    is_root_or_log,
     is_share,
     is_squared,
     is_steady,
@@ -34,6 +36,7 @@ class Counting:
         batch_rows: the number of rows of the real batch, to look for among constants.
         whole: the number of rows of all towers; 0 if it is not known.
         where: names an operation and its line.
+        made: the constants of the program that are made of its number of rows.
         num_groups: how often `num_rows` goes into the number of rows of the tower.
         meets: whether towers exchange values.
 
@@ -47,6 +50,7 @@ class Counting:
         batch_rows: int,
         whole: int,
         where: Callable[[Any], str],
+        made: Changing,
         *,
         num_groups: int = 1,
         meets: bool,
@@ -57,6 +61,7 @@ class Counting:
         self._whole = whole
         self._all_rows = whole if meets else 0
         self._where = where
+        self._made = made
         self._means: dict[str | None, str] = {}  # sums of rows that were divided, and where
         self._for_good = set[str]()  # where it was divided by a root of the number, or the like
         self.baked: list[str] = []
@@ -83,7 +88,7 @@ class Counting:
                 of_all=is_of_all(name, inputs),
                 is_share=is_share(name, inputs, self._all_rows // num_rows),
                 is_steady=self._is_steady(equation, name, inputs),
-                per_row=per_row(name, inputs, num_rows, self._tower_rows),
+                per_row=per_row(name, inputs, num_rows, self._tower_rows, self._made),
             )
         return replace(flow, counted=counted)
 
@@ -128,6 +133,10 @@ class Counting:
             return None
         if is_product and not is_sum:
             return self._scaled(equation, name, inputs, handed)
+        if not is_sum and name in ("add", "sub") and self._is_made(inputs, in_sum=True):
+            where = self._where(equation)
+            self._for_good.add(where)
+            return where
         too_often = self._counted_sum(equation, name, inputs, unknown) if is_sum else None
         return too_often or next((x.counted for x in handed if x.counted), None)
 
@@ -167,7 +176,18 @@ class Counting:
             # Of a square's two divisions one is left, but not of what its sum was divided by.
             is_undone = bool(sums) and multiplies(name, inputs, self._num_rows)
             return before if any(x.squared for x in handed) and not is_undone else None
-        if any(is_made_of_count(n, self._tower_rows) for n in numbers):
+        if self._is_made(inputs):
             self._for_good.add(where)
             return where
         return before
+
+    def _is_made(self, inputs: list[Flow], *, in_sum: bool = False) -> bool:
+        """Whether a factor is made of the number of rows, or a term is, which is no multiple."""
+        numbers = numbers_of(inputs, self._whole)
+        if any(n in self._made.others for n in numbers):
+            return True
+        if in_sum:
+            return any(is_root_or_log(abs(n), self._tower_rows) for n in numbers)
+        made = [n for n in numbers if is_made_of_count(abs(n), self._tower_rows)]
+        multiples = self._made.multiples | self._made.shares
+        return bool(made) or any(n in multiples for n in numbers)

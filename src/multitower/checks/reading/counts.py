@@ -6,8 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from multitower.checks.changing import Changing
 from multitower.checks.reading import operations
 from multitower.checks.reading.flow import Flow
+
+_NOTHING = Changing()
 
 
 def is_mean(
@@ -68,9 +71,16 @@ def counts_rows(number: float, num_rows: int) -> bool:
 
 def is_made_of_count(number: float, num_rows: int) -> bool:
     """Whether a number, or its reciprocal, is the root or a logarithm of `rows`, or beside it."""
-    roots = math.sqrt(num_rows), math.log(num_rows), math.log2(num_rows), math.log10(num_rows)
-    made = *roots, num_rows - 1, num_rows + 1
+    if any(is_root_or_log(n, num_rows) for n in (number, 1 / number)):
+        return True
+    made = num_rows - 1, num_rows + 1
     return any(abs(n / m - 1) < 1e-6 for n in (number, 1 / number) for m in made)
+
+
+def is_root_or_log(number: float, num_rows: int) -> bool:
+    """Whether a number is the root or a logarithm of `rows`."""
+    made = math.sqrt(num_rows), math.log(num_rows), math.log2(num_rows), math.log10(num_rows)
+    return any(abs(number - m) < 1e-6 * m for m in made)
 
 
 def is_steady(name: str, inputs: Sequence[Flow], num_rows: int, num_towers: int) -> bool:
@@ -100,7 +110,13 @@ def is_steady(name: str, inputs: Sequence[Flow], num_rows: int, num_towers: int)
     return not any(counts_rows(times * n, num_rows) for n in numbers for times in (1, 2))
 
 
-def per_row(name: str, inputs: Sequence[Flow], num_rows: int, tower_rows: int = 0) -> bool:
+def per_row(
+    name: str,
+    inputs: Sequence[Flow],
+    num_rows: int,
+    tower_rows: int = 0,
+    made: Changing = _NOTHING,
+) -> bool:
     """Whether an operation multiplies what is free of rows by their number, or keeps such a thing.
 
     Args:
@@ -108,12 +124,18 @@ def per_row(name: str, inputs: Sequence[Flow], num_rows: int, tower_rows: int = 
         inputs: what is known of its inputs.
         num_rows: the number of rows.
         tower_rows: as for `is_mean`.
+        made: the constants that are made of the number of rows.
     """
     before = [flow.per_row for flow in inputs if flow.value is None]
-    numbers = [abs(number) for number in numbers_of(inputs)]
-    by_rows = name == "mul" and any(divides(num_rows, number) for number in numbers)
+    numbers = numbers_of(inputs)
+    by_rows = name == "mul" and any(
+        divides(num_rows, abs(number)) or number in made.multiples for number in numbers
+    )
     if name == "div" and inputs[1].value is not None:  # by N / rows, for N rows of a data set
-        by_rows = any(_is_quotient(number, tower_rows or num_rows) for number in numbers)
+        by_rows = any(
+            _is_quotient(number, tower_rows or num_rows) or number in made.shares
+            for number in numbers
+        )
     if by_rows:
         return not any(before)
     keeps = name in operations.KEEP_THE_SIZE or name in ("neg", "reduce_sum")
@@ -143,7 +165,8 @@ def loses_count(equation: Any, name: str, inputs: Sequence[Flow]) -> bool:
 
     `sign(x / n)` is `sign(x)`, and a gradient of a mean is often divided by its own norm.
     """
-    counted = [atom for atom, x in zip(equation.invars, inputs, strict=True) if x.counted]
+    pairs = zip(equation.invars, inputs, strict=True)
+    counted = [atom for atom, flow in pairs if flow.counted and flow.value is None]
     both = len(counted) == 2 and counted[0] is not counted[1]
     return name == "sign" or (name in ("mul", "div") and both)
 

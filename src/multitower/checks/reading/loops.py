@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from jax.extend import core
 
+from multitower.checks.changing import Changing
 from multitower.checks.equations import follow, program_inside
 from multitower.checks.reading import operations
 from multitower.checks.reading.chunks import in_a_turn, of_all_turns, pairing
@@ -38,6 +39,7 @@ class Reader(Protocol):
     tower_rows: int
     real_rows: int
     all_rows: int
+    made: Changing
 
     def run(self, program: Any, inputs: Sequence[Flow]) -> list[Flow]:
         """What is known of a program's outputs."""

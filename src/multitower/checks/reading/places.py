@@ -39,9 +39,10 @@ def placed(equation: Any, word: Word, inputs: Sequence[Flow], reader: Reader) ->
     if _finds_among_all(equation, reader):
         if name == "slice":
             return reader.where(equation)
-    elif name in operations.FINDS and (word != "free" or name not in _LOOKS_UP):
-        if name not in _LOOKS_UP or _finds_rows(equation, reader):
-            inputs = [inputs[n] for n in operations.FINDS[name]]  # row i of what belongs to rows
+    elif name in operations.FINDS and (
+        name not in _LOOKS_UP or (word != "free" and _finds_rows(equation, reader))
+    ):
+        inputs = [inputs[n] for n in operations.FINDS[name]]  # row i of what belongs to rows
     return next((flow.placed for flow in inputs if flow.placed), None)
 
 
@@ -97,9 +98,14 @@ def _counts_on(equation: Any, inputs: Sequence[Flow], reader: Reader) -> bool:
     """Whether it adds the number of rows to a number that every tower has, `seen + len(x)`."""
     if equation.primitive.name not in ("add", "sub"):
         return False
-    others = [flow for flow in inputs if np.ndim(flow.value) or flow.value != reader.num_rows]
+    counts = {reader.num_rows, *reader.made.multiples}
+    others = [flow for flow in inputs if np.ndim(flow.value) or _number(flow) not in counts]
     is_number = lambda flow: flow.is_steady and not (flow.varies or flow.is_drawn)
     return len(others) == 1 and is_number(others[0])
+
+
+def _number(flow: Flow) -> float | None:
+    return None if flow.value is None else float(np.real(flow.value))
 
 
 def _finds_rows(equation: Any, reader: Reader) -> bool:

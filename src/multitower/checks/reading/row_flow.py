@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from multitower.checks.changing import Changing
 from multitower.checks.equations import (
     computed,
     differs_along,
@@ -92,6 +93,7 @@ def read(
     *,
     num_groups: int = 1,
     real_rows: int = 0,
+    made: Changing | None = None,
 ) -> Reading:
     """Reads what a program does with rows.
 
@@ -106,12 +108,14 @@ def read(
         num_groups: how often `num_rows` goes into the number of rows of the tower.
         real_rows: the number of rows of a real tower, whose groups of 2 rows are those of the
             batch if it is even; 0 if it is not known.
+        made: the constants of the program that are made of its number of rows.
 
     Returns:
         The reading.
     """
     meets = first_collective(program) is not None
-    reader = _Reader(num_rows, batch_rows, num_towers, num_groups, real_rows, meets=meets)
+    numbers = num_rows, batch_rows, num_towers, num_groups, real_rows
+    reader = _Reader(*numbers, made=made or Changing(), meets=meets)
     outputs = reader.run(program, list(inputs))
     found = reader.draws, reader.counting.baked, reader.tables, reader.taken, reader.unread
     return Reading(outputs, *found, reader.backward, reader.of_one_row)
@@ -126,21 +130,23 @@ class _Reader:
         num_groups: int,
         real_rows: int,
         *,
+        made: Changing,
         meets: bool,
     ) -> None:
         whole = num_rows * num_towers
         numbers = num_rows, batch_rows, num_towers, num_groups, real_rows
-        self._anew = lambda: _Reader(*numbers, meets=meets)
+        self._anew = lambda: _Reader(*numbers, made=made, meets=meets)
         self._num_towers = num_towers
         self._is_of_rule = False  # a rule may call its function again: it is not read twice
         self.num_rows = num_rows
         self.real_rows = real_rows
+        self.made = made
         self.tower_rows = num_rows * num_groups
         self.all_rows = whole if meets else 0
         self._calls: list[Any] = []
         self._batches = set[Any]()
         self.counting = Counting(
-            num_rows, batch_rows, whole, self.where, num_groups=num_groups, meets=meets
+            num_rows, batch_rows, whole, self.where, made, num_groups=num_groups, meets=meets
         )
         self._sorts = itertools.count()
         self.draws: list[str] = []
@@ -361,8 +367,8 @@ class _Reader:
         if works_along_rows(equation, inputs, self.num_rows, self.all_rows):
             if not any(flow.sources for flow in inputs):
                 return "free", None, None  # noise alone, such as what makes a permutation
-            # A sorted array, as of a quantile, is no table; nor is one whose neighbours are taken, or
-            # rows that a mask chooses.
+            # A sorted array, as of a quantile, is no table; nor is one whose neighbours are taken,
+            # or whose rows a mask chooses.
             is_plain = len(inputs[0].sources) == 1 and not inputs[0].mixed
             if name == "gather" and is_plain and not (inputs[1].placed or inputs[1].mixed):
                 self.tables.setdefault(next(iter(inputs[0].sources)), place)
