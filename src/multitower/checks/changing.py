@@ -91,4 +91,5 @@ def _is_float(value: Any) -> bool:
 
 
 def _is_plain(number: float) -> bool:
-    return abs(number) < _SMALL and abs(float(f"{number:.{_DIGITS}g}") - number) <= 1e-7 * abs(number)
+    rounded = float(f"{number:.{_DIGITS}g}")
+    return abs(number) < _SMALL and abs(rounded - number) <= 1e-7 * abs(number)
