@@ -445,6 +445,11 @@ def penalty(w):
     return (w**2).sum()
 
 
+def stacked_terms(w, x):
+    terms = {"losses": losses(w, x).sum(), "penalty": penalty(w)}
+    return jnp.stack([*terms.values()]).sum()
+
+
 def summed_in_a_loop(w, x, start=0.0):
     """Adds up three sums over rows."""
     add = lambda total, scale: (total + losses(scale * w, x).sum(), None)
@@ -461,12 +466,14 @@ def summed_in_a_loop(w, x, start=0.0):
         (lambda w, x: mt.ratio(losses(w, x).sum() + penalty(w), len(x)), {}),
         (lambda w, x: mt.ratio(losses(w, x).sum(), (x[:, 0] > 0).sum() + 1), {}),
         (lambda w, x: mt.ratio(2 + losses(w, x).sum(), x.size), {}),
+        (stacked_terms, {"reduction": "sum"}),
+        (lambda w, x: jnp.array([losses(w, x).sum(), penalty(w)]) @ W[:2], {"reduction": "sum"}),
     ],
-    ids=["sum", "difference", "loop", "mean", "ratio", "weight", "number"],
+    ids=["sum", "difference", "loop", "mean", "ratio", "weight", "number", "stack", "array"],
 )
 def test_a_number_that_every_tower_adds_to_a_sum(loss, options):
     # The lie: a penalty on the weights counts once in every tower, and nobody is told.
-    said = r"(loss|mt\.ratio) \((add|sub) at .*\): a number that is the same in every tower"
+    said = r"(loss|mt\.ratio) \((add|sub|stack|concatenate) at .*\): a number that is the same in"
     for run in (mt.grad(loss, devices=2, **options), step_of(loss, **options)):
         with pytest.warns(mt.MultitowerWarning, match=said) as told:
             run(W, X)
@@ -502,6 +509,7 @@ LOG_NORMAL = 0.5 * np.log(2 * np.pi)
         (lambda w, x: losses(w, x).sum() / len(x) + penalty(w), "mean"),
         (lambda w, x: losses(w, x).sum() + 0.0 * penalty(w), "sum"),
         (summed_in_a_loop, "sum"),
+        (lambda w, x: jnp.stack([losses(w, x).sum(), jnp.zeros(())]).sum(), "sum"),
         (lambda w, x: losses(w, x).sum() + len(x) * jnp.log(penalty(w)), "sum"),
         (lambda w, x: (losses(w, x).sum() - -len(x) * (jnp.log(w[0]) + 1)) / len(x), "mean"),
         (lambda w, x: losses(w, x).sum() + 0.5 * len(x) * jnp.log(penalty(w)), "sum"),
@@ -647,7 +655,24 @@ def pairs_of_sums(w, x):
     return (mean.reshape(-1, 2)[:, ::-1] ** 2).mean()
 
 
+def heads_of_tasks(w, x):
+    heads = w * jnp.array([[1.0], [-1.0]])
+    return (jnp.einsum("tnd,td->tn", x.reshape(2, -1, 3), heads) ** 3).mean()
+
+
+def signs_of_halves(w, x):
+    return jax.nn.softplus((x @ w).reshape(2, -1) * jnp.array([[-1.0], [1.0]])).mean()
+
+
+def numbers_of_halves(w, x):
+    of_half = lambda rows, number: losses(w, rows) * jnp.tanh(number)
+    return jax.vmap(of_half)(x.reshape(2, -1, 3), jnp.arange(2.0)).mean()
+
+
 VIEWS = [
+    heads_of_tasks,
+    signs_of_halves,
+    numbers_of_halves,
     views,
     unpacked_views,
     sum_of_views,
@@ -771,6 +796,8 @@ def test_a_checkpoint_in_a_loop_over_rows_only_adds_them_up():
         lambda w, x: (((x @ w)[0::2] - (x @ w)[1::2]) ** 2).mean(),
         lambda w, x: (jnp.diff((x @ w).reshape(-1, 2)) ** 2).mean(),
         lambda w, x: jax.lax.map(lambda rows: losses(w, rows), x.reshape(2, -1, 3)).mean(),
+        lambda w, x: (x.reshape(2, -1, 3) * jnp.ones((2, 1, 3)) * w).mean(),
+        lambda w, x: (losses(w, x).reshape(-1, 2) * jnp.array([1.0, 2.0])).mean(),
         lambda w, x: in_chunks(w, x)[0] / len(x),
         lambda w, x: in_chunks(w, x)[0] * (1000 / len(x)),  # of a data set of 1000 rows
         lambda w, x: mt.ratio(*in_chunks(w, x)),
@@ -805,6 +832,8 @@ def test_a_checkpoint_in_a_loop_over_rows_only_adds_them_up():
         "neighbours",
         "pairs",
         "chunks",
+        "alike in chunks",
+        "weights of neighbours",
         "mean",
         "data set",
         "ratio",
@@ -1156,6 +1185,22 @@ def test_a_state_that_counts_the_rows_of_a_tower_is_told():
         state_after(moments, (jnp.float32(1), jnp.zeros(3)))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda seen, x: seen + len(x) / 1000,
+        lambda seen, x: seen + (x.mean() - seen) * (len(x) / 256),
+        lambda seen, x: seen * 0.99 ** len(x) + x.mean(),
+    ],
+    ids=["thousands", "a part of the way", "a half-life"],
+)
+def test_a_state_that_depends_on_the_rows_of_a_tower_is_told(change):
+    # The lie: 0.008 thousand rows of a tower are 0.064 thousand rows of the batch.
+    keep = lambda w, x, *, model_state: (losses(w, x), {}, change(model_state, x))
+    with pytest.warns(mt.MultitowerWarning, match=r"model_state \(.*\): it depends on the number"):
+        state_after(keep, jnp.float32(0))
+
+
 @pytest.mark.slow
 def test_a_state_that_counts_calls_or_the_rows_of_the_batch_is_not_told():
     calls = lambda w, x, *, model_state: (losses(w, x), {}, model_state + 1)
@@ -1358,6 +1403,15 @@ def which(w, batch, *, model_state):
     return losses(w, batch[0]), {}, model_state + jnp.argmax(batch[0], 0)
 
 
+def phase(w, batch, *, model_state):
+    x = batch[0]
+    return losses(w, x), {}, model_state + jnp.arctan2(jnp.sin(x).mean(0), jnp.cos(x).mean(0))
+
+
+def size_of_all_rows(w, batch, *, model_state):
+    return losses(w, batch[0]), {}, model_state + jnp.linalg.norm(batch[0], axis=0)
+
+
 def power_iteration(w, batch, *, model_state):
     direction = batch[0].T @ (batch[0] @ model_state)
     return losses(w, batch[0]), {}, direction / jnp.linalg.norm(direction)
@@ -1379,6 +1433,8 @@ def power_iteration(w, batch, *, model_state):
         inverse,
         whitening,
         which,
+        phase,
+        size_of_all_rows,
     ],
 )
 def test_a_state_that_is_made_of_sums_and_no_mean_of_them(loss):
@@ -1597,6 +1653,11 @@ def beside_the_one_behind(w, x):
     return losses(w, x - x[-jnp.arange(len(x))])
 
 
+def of_all_pairs(w, x):
+    one, other = jnp.triu_indices(len(x), 1)
+    return (((x @ w)[one] - (x @ w)[other]) ** 2).mean()
+
+
 @pytest.mark.parametrize(
     "loss",
     [
@@ -1605,6 +1666,7 @@ def beside_the_one_behind(w, x):
         beside_the_other_end,
         beside_the_reversed,
         beside_the_one_behind,
+        of_all_pairs,
         lambda w, x: losses(w, x - x[jnp.arange(len(x)) - 1]),
         lambda w, x: losses(w, x - x[jnp.maximum(jnp.arange(len(x)) - 1, 0)]),
         lambda w, x: losses(w, x[jnp.arange(len(x))[:, None] + jnp.arange(2)].mean(1)),
@@ -1700,6 +1762,21 @@ def test_a_quantile_is_no_table():
     with pytest.warns(mt.MultitowerWarning, match="rows are brought together") as told:
         look_at(mt.value_and_grad(loss, devices=2, in_axes=(None, 0, 0)), X, Y)
     assert not any("like in a table" in str(one.message) for one in told)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda w, x: losses(w, x[jnp.nonzero(x[:, 0] > 0, size=4, fill_value=0)[0]]).mean(),
+        lambda w, x: losses(w, x) * jnp.searchsorted(jnp.sort(x[:, 0]), x[:, 0]),
+    ],
+    ids=["chosen by a mask", "ranks"],
+)
+def test_rows_that_rows_choose_are_no_table(loss):
+    # The lie: if every tower gets the whole of x, the loss is right.
+    with pytest.warns(mt.MultitowerWarning, match="rows are brought together") as told:
+        look_at(mt.value_and_grad(loss, devices=2), X)
+    assert not any("table" in str(one.message) for one in told)
 
 
 def test_a_table_in_a_batch_is_told():
@@ -2238,8 +2315,25 @@ def test_all_rows_of_each_head_are_rows():
         lambda w, x: losses(w, x) / (len(x) - 1) * len(x),
         lambda w, x: losses(w, x) * len(x) / (len(x) - 1),
         lambda w, x: losses(w, x) + (w**2).sum() * jnp.log(len(x)),
+        lambda w, x: losses(w, x) - jnp.log(len(x)),
+        lambda w, x: losses(w, x) * 0.99 ** len(x),
+        lambda w, x: losses(w, x) + 0.99 ** len(x) * (w**2).sum(),
+        lambda w, x: losses(w, x) * (len(x) // 2),
+        lambda w, x: losses(w, x) * (len(x) / 1000),
     ],
-    ids=["root", "logarithm", "one less", "and back", "of all", "penalty"],
+    ids=[
+        "root",
+        "logarithm",
+        "one less",
+        "and back",
+        "of all",
+        "penalty",
+        "less a logarithm",
+        "a power",
+        "a power of a penalty",
+        "half",
+        "a thousandth",
+    ],
 )
 def test_what_is_made_of_the_number_of_rows_is_told(loss):
     # The lie: the root or the logarithm of a tower's number of rows, taken for that of the batch.

@@ -22,6 +22,14 @@ def losses(w, x):
     return (x @ w - 1) ** 2
 
 
+def classes(w, x, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(x * w, labels)
+
+
+def of_a_class_by_vmap(w, x):
+    return jax.vmap(lambda scores, label: scores[label])(x * w, jnp.arange(len(x)) // 3)
+
+
 def ratio_of_the_first(w, x):
     mask = jnp.arange(len(x)) < 5
     return mt.ratio((losses(w, x) * mask).sum(), mask.sum())
@@ -42,6 +50,8 @@ WRONG = {
     "by vmap": lambda w, x: jax.vmap(lambda row, i: losses(w, row) * i)(x, jnp.arange(len(x))),
     "counted": lambda w, x: counted(x, lambda i, s: s + i * losses(w, x[i])) / len(x),
     "in a loop": lambda w, x: jax.lax.map(lambda i: losses(w, x[i]) * i, jnp.arange(len(x))),
+    "labels": lambda w, x: classes(w, x, jnp.arange(len(x)) // 3),
+    "labels by vmap": of_a_class_by_vmap,
     "in a table": lambda w, x: losses(w, x) * TABLE[jnp.arange(len(x))],
     "over towers": lambda w, x: losses(w, jax.lax.pmean(x + jnp.arange(len(x))[:, None], "towers")),
     "in groups that are cut": lambda w, x: losses(w, x) * (jnp.arange(len(x)) % 8 == 0),
@@ -105,7 +115,17 @@ def among_all(w, x, weights):
     return (sims * weights(jnp.ones(sims.shape))).sum(1)
 
 
+def pairs_of_all(w, x):
+    of_all = mt.all_rows(x @ w)
+    one, other = jnp.triu_indices(len(of_all), 1)
+    return ((of_all[one] - of_all[other]) ** 2).mean()
+
+
 RIGHT = {
+    "labels of rows": lambda w, x: classes(w, x, jnp.argmax(x, 1)),
+    "labels of all rows": lambda w, x: classes(w, x, mt.row_index(x) // 3),
+    "pairs of all rows": pairs_of_all,
+    "sorted into a table": lambda w, x: losses(w, x) * jnp.searchsorted(TABLE, x[:, 0]),
     "equal entries of a longer array": lambda w, x: losses(w, x + jnp.zeros((300, 3))[: len(x)]),
     "equal entries of NumPy": lambda w, x: losses(w, x) * np.ones(300, np.float32)[: len(x)],
     "the tower's part of a table": lambda w, x: losses(w, x) * jax.lax.dynamic_slice_in_dim(
