@@ -466,10 +466,11 @@ def summed_in_a_loop(w, x, start=0.0):
         (lambda w, x: mt.ratio(losses(w, x).sum() + penalty(w), len(x)), {}),
         (lambda w, x: mt.ratio(losses(w, x).sum(), (x[:, 0] > 0).sum() + 1), {}),
         (lambda w, x: mt.ratio(2 + losses(w, x).sum(), x.size), {}),
+        (lambda w, x: losses(w, x).sum() + losses(w, x).mean(), {"reduction": "sum"}),
         (stacked_terms, {"reduction": "sum"}),
         (lambda w, x: jnp.array([losses(w, x).sum(), penalty(w)]) @ W[:2], {"reduction": "sum"}),
     ],
-    ids=["sum", "difference", "loop", "mean", "ratio", "weight", "number", "stack", "array"],
+    ids=["sum", "difference", "loop", "mean", "ratio", "weight", "number", "of rows", "stack", "array"],
 )
 def test_a_number_that_every_tower_adds_to_a_sum(loss, options):
     # The lie: a penalty on the weights counts once in every tower, and nobody is told.

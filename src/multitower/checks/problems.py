@@ -104,9 +104,10 @@ MIXED = (
     "rows are brought together and then used again, as with in-batch negatives, batch statistics "
     "or a function of the batch's mean. A tower has only its own rows, so the result would differ "
     "from one device's. Compare with the rows of all towers, mt.all_rows(x), or take the mean over "
-    'all of them, jax.lax.pmean(x.mean(0), "towers"). For a mean with weights or a mask return '
-    "mt.ratio(total, weight); or, if statistics of each tower's own rows are what you mean "
-    "(BatchNorm), keep the function as it is and fix the number of towers with towers=."
+    'all of them, jax.lax.pmean(x.mean(0), "towers"). To a loss for each row add the terms of a '
+    "mean, not the mean. For a mean with weights or a mask return mt.ratio(total, weight); or, if "
+    "statistics of each tower's own rows are what you mean (BatchNorm), keep the function as it is "
+    "and fix the number of towers with towers=."
 )
 DRAWN_TOGETHER = (
     'keys of "rbg" or "unsafe_rbg", one for each row, are drawn from together: jax.vmap draws the '
@@ -192,10 +193,10 @@ STEADY = (
     "divided by it, and say reduction='sum'."
 )
 BESIDE = (
-    "a number that is the same in every tower, such as a penalty on the parameters, is added to a "
-    "sum over rows. Every tower adds it, so that with T towers it counts T times. Divide it by the "
-    'number of towers, penalty / jax.lax.axis_size("towers"); or, where the sum is divided, add it '
-    "to the quotient."
+    "a number that is the same in every tower, such as a penalty on the parameters, or a mean is "
+    "added to a sum over rows. Every tower adds it, so that with T towers it counts T times. Divide "
+    'it by the number of towers, penalty / jax.lax.axis_size("towers"); or, where the sum is '
+    "divided, add it to the quotient."
 )
 MEAN = (
     "it is a mean over rows, and reduction='sum' adds towers up: with T towers it would be T times "

@@ -143,7 +143,7 @@ def per_row(
 
 
 def beside(name: str, inputs: Sequence[Flow], num_rows: int) -> bool:
-    """Whether an operation adds a steady number to a sum over rows.
+    """Whether an operation adds a steady number to a sum over rows, or a mean over rows.
 
     To put it beside the sum, as `jnp.stack` does, counts as well: one adds up what is stacked. Of
     constants only whole numbers count that are less than the number of rows, such as the 1 that
@@ -153,7 +153,11 @@ def beside(name: str, inputs: Sequence[Flow], num_rows: int) -> bool:
     if name in ("concatenate", "stack"):
         has_sum = any(flow.is_sum for flow in inputs)
         return has_sum and any(flow.is_steady and not _is_zeros(flow) for flow in inputs)
-    if name not in ("add", "add_any", "sub") or sorted(words) != ["free", "linear"]:
+    if name not in ("add", "add_any", "sub"):
+        return False
+    if words == ["linear", "linear"]:
+        return inputs[0].is_mean != inputs[1].is_mean
+    if sorted(words) != ["free", "linear"]:
         return False
     number, total = inputs[words.index("free")], inputs[words.index("linear")]
     is_small = any(abs(n) < num_rows and n == round(n) for n in numbers_of([number]))
