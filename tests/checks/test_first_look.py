@@ -470,7 +470,7 @@ def summed_in_a_loop(w, x, start=0.0):
         (stacked_terms, {"reduction": "sum"}),
         (lambda w, x: jnp.array([losses(w, x).sum(), penalty(w)]) @ W[:2], {"reduction": "sum"}),
     ],
-    ids=["sum", "difference", "loop", "mean", "ratio", "weight", "number", "of rows", "stack", "array"],
+    ids="sum difference loop mean ratio weight number of-rows stack array".split(),
 )
 def test_a_number_that_every_tower_adds_to_a_sum(loss, options):
     # The lie: a penalty on the weights counts once in every tower, and nobody is told.
@@ -2340,6 +2340,18 @@ def test_what_is_made_of_the_number_of_rows_is_told(loss):
     # The lie: the root or the logarithm of a tower's number of rows, taken for that of the batch.
     with pytest.warns(mt.MultitowerWarning, match="depends on the number of rows"):
         mt.grad(loss, devices=2)(W, X)
+
+
+def test_a_function_that_takes_no_other_number_of_rows_is_looked_at():
+    """Lie: the look has failed, because the function fails with the second number of rows."""
+
+    def loss(w, x):
+        if len(x) > 220:
+            raise ValueError("too many")
+        return losses(w, x - x.mean(0)) * 0.99 ** len(x)
+
+    with pytest.warns(mt.MultitowerWarning, match="rows are brought together"):
+        look_at(mt.grad(loss, devices=2), X)
 
 
 def test_a_root_of_the_number_of_rows_in_a_square_is_right():

@@ -194,9 +194,9 @@ STEADY = (
 )
 BESIDE = (
     "a number that is the same in every tower, such as a penalty on the parameters, or a mean is "
-    "added to a sum over rows. Every tower adds it, so that with T towers it counts T times. Divide "
-    'it by the number of towers, penalty / jax.lax.axis_size("towers"); or, where the sum is '
-    "divided, add it to the quotient."
+    "added to a sum over rows. Every tower adds it, so that with T towers it counts T times. "
+    'Divide it by the number of towers, penalty / jax.lax.axis_size("towers"); or, where the sum '
+    "is divided, add it to the quotient."
 )
 MEAN = (
     "it is a mean over rows, and reduction='sum' adds towers up: with T towers it would be T times "
