@@ -470,7 +470,7 @@ def summed_in_a_loop(w, x, start=0.0):
         (stacked_terms, {"reduction": "sum"}),
         (lambda w, x: jnp.array([losses(w, x).sum(), penalty(w)]) @ W[:2], {"reduction": "sum"}),
     ],
-    ids="sum difference loop mean ratio weight number of-rows stack array".split(),
+    ids=["sum", "minus", "loop", "mean", "ratio", "weight", "number", "of rows", "stack", "array"],
 )
 def test_a_number_that_every_tower_adds_to_a_sum(loss, options):
     # The lie: a penalty on the weights counts once in every tower, and nobody is told.
