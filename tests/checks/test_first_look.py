@@ -468,13 +468,13 @@ def summed_in_a_loop(w, x, start=0.0):
         (lambda w, x: mt.ratio(2 + losses(w, x).sum(), x.size), {}),
         (lambda w, x: losses(w, x).sum() + losses(w, x).mean(), {"reduction": "sum"}),
         (stacked_terms, {"reduction": "sum"}),
-        (lambda w, x: jnp.array([losses(w, x).sum(), penalty(w)]) @ W[:2], {"reduction": "sum"}),
+        (lambda w, x: (2 * jnp.array([losses(w, x).sum(), w[0]])).sum(), {"reduction": "sum"}),
     ],
     ids=["sum", "minus", "loop", "mean", "ratio", "weight", "number", "of rows", "stack", "array"],
 )
 def test_a_number_that_every_tower_adds_to_a_sum(loss, options):
     # The lie: a penalty on the weights counts once in every tower, and nobody is told.
-    said = r"(loss|mt\.ratio) \((add|sub|stack|concatenate) at .*\): a number that is the same in"
+    said = r"(loss|mt\.ratio) \((add|sub|reduce_sum) at .*\): a number that is the same in every"
     for run in (mt.grad(loss, devices=2, **options), step_of(loss, **options)):
         with pytest.warns(mt.MultitowerWarning, match=said) as told:
             run(W, X)
@@ -511,12 +511,16 @@ LOG_NORMAL = 0.5 * np.log(2 * np.pi)
         (lambda w, x: losses(w, x).sum() + 0.0 * penalty(w), "sum"),
         (summed_in_a_loop, "sum"),
         (lambda w, x: jnp.stack([losses(w, x).sum(), jnp.zeros(())]).sum(), "sum"),
+        (lambda w, x: jnp.stack([losses(w, x).sum(), penalty(w)])[0], "sum"),
+        (lambda w, x: jnp.stack([losses(w, x).sum(), penalty(w)]) @ jnp.array([1, len(x)]), "sum"),
         (lambda w, x: losses(w, x).sum() + len(x) * jnp.log(penalty(w)), "sum"),
         (lambda w, x: (losses(w, x).sum() - -len(x) * (jnp.log(w[0]) + 1)) / len(x), "mean"),
         (lambda w, x: losses(w, x).sum() + 0.5 * len(x) * jnp.log(penalty(w)), "sum"),
         (lambda w, x: losses(w, x).sum() + len(x) * LOG_NORMAL, "sum"),
         (lambda w, x: losses(w, x).sum() + len(x) / 60_000 * penalty(w), "sum"),
         (lambda w, x: losses(w, x).sum() + penalty(w) / (60_000 / len(x)), "sum"),
+        (lambda w, x: losses(w, x).sum() + 0.37 * len(x) * penalty(w), "sum"),
+        (lambda w, x: losses(w, x).sum() / (0.37 * len(x)) + penalty(w), "mean"),
         (lambda w, x: losses(w, x).sum() + 0.5 * len(x) / 1_281_167 * penalty(w), "sum"),
         (lambda w, x: losses(w, x).sum() + (jnp.ones(len(x)) * penalty(w)).sum(), "sum"),
     ],
@@ -1208,6 +1212,9 @@ def test_a_state_that_counts_calls_or_the_rows_of_the_batch_is_not_told():
     assert state_after(calls, jnp.int32(0)) == 1
     of_all = lambda w, x, *, model_state: (losses(w, x), {}, model_state + len(mt.all_rows(x)))
     assert state_after(of_all, jnp.int32(0)) == len(X)
+    thousands = lambda x: jax.lax.psum(len(x), "towers") / 1000
+    kept = lambda w, x, *, model_state: (losses(w, x), {}, model_state + thousands(x))
+    np.testing.assert_allclose(state_after(kept, jnp.float32(0)), len(X) / 1000)
     given = lambda w, b, *, model_state: (losses(w, b["x"]), {}, model_state + b["rows"])
     assert state_after(given, jnp.int32(0), {"x": X, "rows": np.int32(len(X))}) == len(X)
     last = lambda w, x, *, model_state: (losses(w, x), {}, 0.9 * model_state + x[:, -1].mean())
@@ -2340,6 +2347,22 @@ def test_what_is_made_of_the_number_of_rows_is_told(loss):
     # The lie: the root or the logarithm of a tower's number of rows, taken for that of the batch.
     with pytest.warns(mt.MultitowerWarning, match="depends on the number of rows"):
         mt.grad(loss, devices=2)(W, X)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda w, x, n: losses(w, x) * 0.99**n,
+        lambda w, x, n: losses(w, x) * (n / 1000),
+        lambda w, x, n: losses(w, x) - math.log(n),
+        lambda w, x, n: losses(w, x) + 0.37 / n * (w**2).sum(),
+    ],
+    ids=["power", "thousandth", "logarithm", "share"],
+)
+def test_what_is_made_of_the_number_of_all_rows_is_right(loss):
+    of_all = lambda w, x: loss(w, x, len(x) * jax.lax.axis_size("towers"))
+    value, _ = mt.value_and_grad(of_all, devices=2)(W, X)  # warnings are errors
+    np.testing.assert_allclose(value, loss(W, X, len(X)).mean(), rtol=1e-5)
 
 
 def test_a_function_that_takes_no_other_number_of_rows_is_looked_at():

@@ -31,38 +31,47 @@ class Changing(NamedTuple):
 
 
 def changing(
-    program: Any, num_rows: int, other_rows: int, with_rows: Callable[[int], Any]
+    program: Any,
+    num_rows: int,
+    other_rows: int,
+    with_other_rows: Callable[[], Any],
+    with_other_towers: Callable[[], Any],
 ) -> Changing:
-    """The constants of a program that change with its number of rows.
+    """The constants of a program that change with its number of rows, and with nothing else.
+
+    A counter changes whenever the function is called. `len(x) * jax.lax.axis_size("towers")` is the
+    number of rows of the batch, and changes with the number of towers, too.
 
     Args:
         program: a closed jaxpr, traced with `num_rows` rows.
         num_rows: its number of rows.
         other_rows: another one.
-        with_rows: traces the program anew; called only if there are constants to compare, besides
-            that number itself. Tracing a large model takes seconds.
+        with_other_rows: traces the program with that one. It is called only if there are constants
+            to compare, besides the number of rows itself: a large model takes seconds.
+        with_other_towers: traces the program once more, with another number of towers.
 
     Returns:
-        The constants; none if they change without that number, as a counter does, if programs for
-        two numbers do not have the same operations, or if the function takes no other number.
+        The constants; none if these programs do not have the same operations, or if the function
+        takes no other number of rows.
     """
     numbers = [*_numbers(program)]
     if all(_is_plain(number) or abs(number) in (num_rows, 1 / num_rows) for _, number in numbers):
         return Changing()
     try:
-        others = [*_numbers(with_rows(other_rows))]
-        changes = others != numbers and [*_numbers(with_rows(num_rows))] == numbers
+        others = [*_numbers(with_other_rows())]
+        again = numbers if others == numbers else [*_numbers(with_other_towers())]
     except Exception:  # of the user's function: it may need a fixed number of rows
         return Changing()
-    if not changes or [name for name, _ in others] != [name for name, _ in numbers]:
+    names, *more = ([name for name, _ in found] for found in (numbers, others, again))
+    if any(found != names for found in more):
         return Changing()
-    found: tuple[set[float], ...] = set(), set(), set()
+    sorts: tuple[set[float], ...] = set(), set(), set()
     factors = other_rows / num_rows, num_rows / other_rows
-    for (_, one), (_, two) in zip(numbers, others, strict=True):
-        if one != two:
+    for (_, one), (_, two), same in zip(numbers, others, again, strict=True):
+        if one != two and one == same[1]:
             are_near = [abs(two - one * factor) < 1e-6 * abs(two) for factor in factors]
-            found[[*are_near, True].index(True)].add(one)
-    return Changing(*map(frozenset, found))
+            sorts[[*are_near, True].index(True)].add(one)
+    return Changing(*map(frozenset, sorts))
 
 
 def _numbers(program: Any) -> Iterator[tuple[str, float]]:

@@ -242,13 +242,13 @@ def read_tower(
             num_rows = jnp.int32(rows[0].shape[0])
             return outputs(rows, Tower(number, num_rows, num_rows), others), written
 
-    def with_rows(num_rows: int) -> Any:
+    def trace(num_rows: int, num_towers: int) -> Any:
         anew = functools.partial(run)  # JAX keeps the program of a function
         make = jax.make_jaxpr(anew, axis_env=axis_of(num_towers), return_shape=True)
         return make(row_shapes(rows, num_rows), jnp.int32(0), others)
 
     try:
-        program, (tree, written) = with_rows(num_rows)
+        program, (tree, written) = trace(num_rows, num_towers)
     except Exception:
         return None
     flows = [*(rows_of(number) for number in range(len(rows))), Flow(varies=True)]
@@ -259,7 +259,13 @@ def read_tower(
         made = Changing()
         if not most or other_prime <= most:
             other_rows = times * other_prime
-            made = changing(program, num_rows, other_rows, lambda number: with_rows(number)[0])
+            made = changing(
+                program,
+                num_rows,
+                other_rows,
+                lambda: trace(other_rows, num_towers)[0],
+                lambda: trace(num_rows, num_towers + 1)[0],
+            )
         numbers = {"batch_rows": batch_rows, "num_towers": num_towers, "real_rows": real_rows}
         reading = read(program, flows, num_rows, made=made, **numbers)
         if times > 1:

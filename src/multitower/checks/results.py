@@ -278,7 +278,7 @@ class Results(NamedTuple):
     def _beside_terms(self, terms: list[_Result]) -> list[str]:
         """Where such a number was added, each place once, if `mixed_or_summed` does not tell."""
         told = {one.flow.beside_mean for one in self.leaves if one.kind != TERMS}
-        places = dict.fromkeys(one.flow.beside for one in terms)
+        places = dict.fromkeys(one.flow.added for one in terms)
         return [place for place in places if place and place not in told]
 
     def _is_steady(self, one: _Result) -> bool:

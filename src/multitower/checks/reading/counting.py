@@ -25,7 +25,7 @@ from multitower.checks.reading.counts import (
     numbers_of,
     per_row,
 )
-from multitower.checks.reading.flow import Flow, Word
+from multitower.checks.reading.flow import STACKS, Flow, Word, operation_at
 
 
 class Counting:
@@ -78,7 +78,7 @@ class Counting:
             return replace(
                 flow,
                 counted=counted,
-                is_mean=is_mean(name, inputs, numbers, num_rows, self._tower_rows),
+                is_mean=is_mean(name, inputs, numbers, num_rows, self._tower_rows, made=self._made),
                 beside=self._beside(equation, name, inputs),
             )
         if flow.word == "free":
@@ -107,13 +107,23 @@ class Counting:
         shapes = [getattr(atom.aval, "shape", ()) for atom in equation.invars + equation.outvars]
         if any(row_axes(shape, self._num_rows, 0) for shape in shapes):
             return False  # it is there once for every row
-        return is_steady(name, inputs, self._tower_rows, self._whole // self._num_rows)
+        num_towers = self._whole // self._num_rows
+        return is_steady(name, inputs, self._tower_rows, num_towers, self._made)
 
     def _beside(self, equation: Any, name: str, inputs: list[Flow]) -> str | None:
         """Where a number that every tower has was added to a sum over rows."""
         if beside(name, inputs, self._num_rows):
             return self._where(equation)
-        return next((flow.beside for flow in inputs if flow.beside), None)
+        place = next((flow.beside for flow in inputs if flow.beside), None)
+        if place is None or operation_at(place) not in STACKS:
+            return place
+        if name == "reduce_sum":  # it adds up what is side by side
+            return self._where(equation)
+        others = [
+            atom for atom, flow in zip(equation.invars, inputs, strict=True) if not flow.beside
+        ]
+        by_one = name in ("mul", "div") and all(not atom.aval.shape for atom in others)
+        return place if by_one or name in operations.SAME else None
 
     def _counted(self, equation: Any, name: str, word: Word, inputs: list[Flow]) -> str | None:
         """Where it was multiplied or divided by the number of rows; a second time cancels that."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from multitower.checks.changing import Changing
 from multitower.checks.reading import operations
-from multitower.checks.reading.flow import Flow
+from multitower.checks.reading.flow import STACKS, Flow
 
 _NOTHING = Changing()
 
@@ -19,6 +19,8 @@ def is_mean(
     numbers: Sequence[float],
     num_rows: int,
     tower_rows: int = 0,
+    *,
+    made: Changing = _NOTHING,
 ) -> bool:
     """Whether an operation makes a mean of sums over rows, or of other means.
 
@@ -28,6 +30,7 @@ def is_mean(
         numbers: the numbers among these; see `numbers_of`.
         num_rows: the number of rows.
         tower_rows: that of the whole tower, if `num_rows` are part of it; else 0.
+        made: the constants that are made of the number of rows.
     """
     tower_rows = tower_rows or num_rows
     linear = [flow.is_mean for flow in inputs if flow.word == "linear"]
@@ -37,9 +40,14 @@ def is_mean(
     if name not in operations.LINEAR_TOGETHER and any(flow.counted for flow in unknown):
         return True
     if name == "div":
-        return inputs[1].is_share or any(divides(num_rows, number) for number in numbers)
+        return inputs[1].is_share or any(
+            divides(num_rows, number) or number in made.multiples for number in numbers
+        )
     if name in ("mul", "dot_general", "scatter-add"):
-        return any(divides(num_rows, 1 / n) or _is_quotient(n, tower_rows) for n in numbers)
+        return any(
+            divides(num_rows, 1 / n) or _is_quotient(n, tower_rows) or n in made.shares
+            for n in numbers
+        )
     return False
 
 
@@ -83,7 +91,13 @@ def is_root_or_log(number: float, num_rows: int) -> bool:
     return any(abs(number - m) < 1e-6 * m for m in made)
 
 
-def is_steady(name: str, inputs: Sequence[Flow], num_rows: int, num_towers: int) -> bool:
+def is_steady(
+    name: str,
+    inputs: Sequence[Flow],
+    num_rows: int,
+    num_towers: int,
+    made: Changing = _NOTHING,
+) -> bool:
     """Whether an operation on what is free of rows makes a number that is the same in every tower.
 
     It is not one if it was multiplied by the number of rows, or by their share `rows / N` of a data
@@ -94,12 +108,16 @@ def is_steady(name: str, inputs: Sequence[Flow], num_rows: int, num_towers: int)
         inputs: what is known of its inputs.
         num_rows: the number of rows.
         num_towers: the number of towers.
+        made: the constants that are made of the number of rows.
     """
     if not any(flow.is_steady for flow in inputs):
         return False
     if name not in ("mul", "div"):
         return True
     if any(flow.counted for flow in inputs) or (name == "mul" and any(map(is_zero, inputs))):
+        return False
+    by_rows = made.multiples if name == "mul" else made.shares
+    if any(number in by_rows for number in numbers_of(inputs)):
         return False
     numbers = [abs(number) for number in numbers_of(inputs)]
     shares = [1 / n if name == "div" and inputs[1].value is not None else n for n in numbers]
@@ -145,12 +163,12 @@ def per_row(
 def beside(name: str, inputs: Sequence[Flow], num_rows: int) -> bool:
     """Whether an operation adds a steady number to a sum over rows, or a mean over rows.
 
-    To put it beside the sum, as `jnp.stack` does, counts as well: one adds up what is stacked. Of
-    constants only whole numbers count that are less than the number of rows, such as the 1 that
-    keeps a quotient from 0 / 0: others may be made of that number, as n * log(2 * pi) is.
+    Of constants only whole numbers count that are less than the number of rows, such as the 1 that
+    keeps a quotient from 0 / 0: others may be made of that number, as n * log(2 * pi) is. To put a
+    number beside the sum, as `jnp.stack` does, counts too.
     """
     words = [flow.word for flow in inputs]
-    if name in ("concatenate", "stack"):
+    if name in STACKS:
         has_sum = any(flow.is_sum for flow in inputs)
         return has_sum and any(flow.is_steady and not _is_zeros(flow) for flow in inputs)
     if name not in ("add", "add_any", "sub"):

@@ -8,6 +8,8 @@ from typing import Any, Literal, NamedTuple
 Word = Literal["free", "by row", "linear", "mixed"]
 ORDER: tuple[Word, ...] = ("free", "by row", "linear", "mixed")
 
+# They put values side by side.
+STACKS = ("concatenate", "stack")
 # At most so many places are kept for messages.
 _PLACES = 8
 # A value's chunk if it is a sum of several.
@@ -91,7 +93,8 @@ class Flow:
         per_row: whether it is free of rows, and was multiplied by the number of rows: a sum over
             rows of what is the same for each.
         beside: for a linear value, the operation that added a steady number to a sum over rows, and
-            its line. Every tower adds that number.
+            its line. Every tower adds that number. Or the one that put them side by side, as
+            `jnp.stack` does, as long as nothing has added these up.
         held: for a mixed value, the operation that wrote rows into it, took one of them or their
             largest, and its line: it is no mean over rows.
         bent: for a mixed value, the operation that made it of sums over rows, and its line, if the
@@ -151,7 +154,12 @@ class Flow:
     @property
     def beside_mean(self) -> str | None:
         """Where a steady number was added, if it is a mean now: the number was divided too."""
-        return self.beside if self.is_mean else None
+        return self.added if self.is_mean else None
+
+    @property
+    def added(self) -> str | None:
+        """Where a steady number was added to a sum over rows, and not put beside it alone."""
+        return None if self.beside and operation_at(self.beside) in STACKS else self.beside
 
     @property
     def all_roots(self) -> frozenset[str]:
