@@ -334,15 +334,18 @@ def test_live_memory_is_state_and_gradients(towers, sets):
 # ---------------------------------------------------------------- tracing
 
 
-@pytest.mark.parametrize(("metrics", "budget"), [(False, 3), (True, 4)])
-def test_a_loss_is_traced_so_often(metrics, budget):
-    # For its shapes, for the first look and for the program; and where there are metrics without
-    # rows, with one row more. Tracing a large model takes seconds each time.
+@pytest.mark.parametrize(
+    ("metrics", "scale", "budget"), [(False, 0.5, 3), (True, 0.5, 4), (False, 0.7071, 4)]
+)
+def test_a_loss_is_traced_so_often(metrics, scale, budget):
+    # For its shapes, for the first look and for the program; where there are metrics without rows,
+    # with one row more; and with another number of rows where a constant may be made of that. Not
+    # more: tracing a large model takes seconds each time.
     traced = []
 
     def loss(w, x):
         traced.append(x.shape)
-        losses = x @ w
+        losses = x @ w * scale
         return (losses, {"scale": jnp.sum(w)}) if metrics else losses
 
     step = mt.train_step(loss, optax.sgd(0.1), devices=1, towers=2)
