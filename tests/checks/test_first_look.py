@@ -450,6 +450,10 @@ def stacked_terms(w, x):
     return jnp.stack([*terms.values()]).sum()
 
 
+def stacked_terms_by_row(w, x):
+    return (jnp.stack([losses(w, x).sum(), penalty(w)]) * jnp.array([1.0, len(x)])).sum()
+
+
 def summed_in_a_loop(w, x, start=0.0):
     """Adds up three sums over rows."""
     add = lambda total, scale: (total + losses(scale * w, x).sum(), None)
@@ -511,7 +515,10 @@ LOG_NORMAL = 0.5 * np.log(2 * np.pi)
         (lambda w, x: losses(w, x).sum() + 0.0 * penalty(w), "sum"),
         (summed_in_a_loop, "sum"),
         (lambda w, x: jnp.stack([losses(w, x).sum(), jnp.zeros(())]).sum(), "sum"),
+        (lambda w, x: jnp.append(losses(w, x).sum(), np.zeros(2, np.float32)).sum(), "sum"),
+        (lambda w, x: jnp.stack([losses(w, x).mean(), penalty(w)]).sum(), "mean"),
         (lambda w, x: jnp.stack([losses(w, x).sum(), penalty(w)])[0], "sum"),
+        (stacked_terms_by_row, "sum"),
         (lambda w, x: jnp.stack([losses(w, x).sum(), penalty(w)]) @ jnp.array([1, len(x)]), "sum"),
         (lambda w, x: losses(w, x).sum() + len(x) * jnp.log(penalty(w)), "sum"),
         (lambda w, x: (losses(w, x).sum() - -len(x) * (jnp.log(w[0]) + 1)) / len(x), "mean"),

@@ -335,7 +335,8 @@ def test_live_memory_is_state_and_gradients(towers, sets):
 
 
 @pytest.mark.parametrize(
-    ("metrics", "scale", "budget"), [(False, 0.5, 3), (True, 0.5, 4), (False, 0.7071, 4)]
+    ("metrics", "scale", "budget"),
+    [(False, 0.5, 3), (True, 0.5, 4), (False, 0.7071, 4), (False, None, 3)],
 )
 def test_a_loss_is_traced_so_often(metrics, scale, budget):
     # For its shapes, for the first look and for the program; where there are metrics without rows,
@@ -345,7 +346,7 @@ def test_a_loss_is_traced_so_often(metrics, scale, budget):
 
     def loss(w, x):
         traced.append(x.shape)
-        losses = x @ w * scale
+        losses = x @ w * scale if scale else (x @ w).sum() / len(x)
         return (losses, {"scale": jnp.sum(w)}) if metrics else losses
 
     step = mt.train_step(loss, optax.sgd(0.1), devices=1, towers=2)

@@ -177,6 +177,9 @@ def test_several_keys_for_every_tower_are_one_that_is_split():
     loss = lambda w, x, keys: w * x
     with pytest.raises(mt.BatchError, match=r"keys: pass one key.*jax.random.split\(key, 3\)"):
         mt.value_and_grad(loss, devices=2)(1.0, np.ones(8), keys)
+    with pytest.raises(mt.BatchError, match="same number of rows") as told:  # a key of its own
+        take_apart((np.ones(8), keys[0], np.ones(3)), 0, name="batch")
+    assert "split" not in str(told.value).partition("rows.")[2]
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from multitower.checks.reading.counts import (
     is_made_of_count,
     is_mean,
     is_of_all,
-    is_root_or_log,
     is_share,
     is_squared,
     is_steady,
@@ -143,7 +142,11 @@ class Counting:
             return None
         if is_product and not is_sum:
             return self._scaled(equation, name, inputs, handed)
-        if not is_sum and name in ("add", "sub") and self._is_made(inputs, in_sum=True):
+        numbers = numbers_of(inputs, self._whole)
+        is_term = any(
+            n in self._made.others or is_made_of_count(abs(n), self._tower_rows) for n in numbers
+        )
+        if not is_sum and name in ("add", "sub") and is_term:
             where = self._where(equation)
             self._for_good.add(where)
             return where
@@ -177,7 +180,8 @@ class Counting:
         before = next((x.counted for x in handed if x.counted), None)
         if before in self._for_good:
             return before
-        numbers = [abs(number) for number in numbers_of(inputs, self._whole)]
+        signed = numbers_of(inputs, self._whole)
+        numbers = [abs(number) for number in signed]
         where = self._where(equation)
         sums = [x for x in inputs if x.word == "linear"]
         if any(counts_rows(number, self._num_rows) for number in numbers):
@@ -186,18 +190,9 @@ class Counting:
             # Of a square's two divisions one is left, but not of what its sum was divided by.
             is_undone = bool(sums) and multiplies(name, inputs, self._num_rows)
             return before if any(x.squared for x in handed) and not is_undone else None
-        if self._is_made(inputs):
+        made = frozenset[float]().union(*self._made)
+        is_made = any(is_made_of_count(n, self._tower_rows) for n in numbers)
+        if is_made or not made.isdisjoint(signed):
             self._for_good.add(where)
             return where
         return before
-
-    def _is_made(self, inputs: list[Flow], *, in_sum: bool = False) -> bool:
-        """Whether a factor is made of the number of rows, or a term is, which is no multiple."""
-        numbers = numbers_of(inputs, self._whole)
-        if any(n in self._made.others for n in numbers):
-            return True
-        if in_sum:
-            return any(is_root_or_log(abs(n), self._tower_rows) for n in numbers)
-        made = [n for n in numbers if is_made_of_count(abs(n), self._tower_rows)]
-        multiples = self._made.multiples | self._made.shares
-        return bool(made) or any(n in multiples for n in numbers)

@@ -79,16 +79,9 @@ def counts_rows(number: float, num_rows: int) -> bool:
 
 def is_made_of_count(number: float, num_rows: int) -> bool:
     """Whether a number, or its reciprocal, is the root or a logarithm of `rows`, or beside it."""
-    if any(is_root_or_log(n, num_rows) for n in (number, 1 / number)):
-        return True
-    made = num_rows - 1, num_rows + 1
-    return any(abs(n / m - 1) < 1e-6 for n in (number, 1 / number) for m in made)
-
-
-def is_root_or_log(number: float, num_rows: int) -> bool:
-    """Whether a number is the root or a logarithm of `rows`."""
-    made = math.sqrt(num_rows), math.log(num_rows), math.log2(num_rows), math.log10(num_rows)
-    return any(abs(number - m) < 1e-6 * m for m in made)
+    roots = math.sqrt(num_rows), math.log(num_rows), math.log2(num_rows), math.log10(num_rows)
+    made = *roots, num_rows - 1, num_rows + 1
+    return any(abs(n - m) < 1e-6 * m for n in (number, 1 / number) for m in made)
 
 
 def is_steady(
