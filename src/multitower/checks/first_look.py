@@ -99,8 +99,8 @@ def look(
 
     Warns:
         MultitowerWarning: rows are mixed, a sum is averaged, also in a state, a state holds rows or
-            is a quotient or a decision of a tower's sums, a row is divided by the number of rows, a
-            sum over rows and a number make an mt.ratio or are added, an mt.ratio is taken apart,
+            is a quotient or a decision of a tower's sums, a result or a state depends on the number
+            of rows, a sum over rows and a number make an mt.ratio or are added, one is taken apart,
             towers add up a loss that is the same in all of them, all towers draw the same numbers,
             a table is cut, the number of devices decides over how many rows BatchNorm works, a
             backward rule brings rows together, a parameter of a module is written into, a number is

@@ -15,11 +15,11 @@ from multitower.checks.reading import operations
 from multitower.checks.reading.flow import SUM_OF_CHUNKS, Chunks, Flow, line_at, place_of
 
 # They put chunks beside each other.
-_BESIDE = {"concatenate", "pad", "stack", *operations.WRITTEN}
+_BESIDE = {"pad", *operations.STACKS, *operations.WRITTEN}
 # It is known which axis of their result an axis of theirs becomes, though their shapes differ.
 _MOVES = {"broadcast_in_dim", "dot_general", "reshape", "squeeze", "transpose"}
 # They go along an axis, and leave as many entries on it.
-_ALONG = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort"}
+_ALONG = {*operations.CUMULATIVE, "sort"}
 
 
 def pairing(place: str) -> str:

@@ -24,7 +24,7 @@ from multitower.checks.reading.counts import (
     numbers_of,
     per_row,
 )
-from multitower.checks.reading.flow import STACKS, Flow, Word, operation_at
+from multitower.checks.reading.flow import Flow, Word, operation_at
 
 
 class Counting:
@@ -114,7 +114,7 @@ class Counting:
         if beside(name, inputs, self._num_rows):
             return self._where(equation)
         place = next((flow.beside for flow in inputs if flow.beside), None)
-        if place is None or operation_at(place) not in STACKS:
+        if place is None or operation_at(place) not in operations.STACKS:
             return place
         if name == "reduce_sum":  # it adds up what is side by side
             return self._where(equation)
@@ -142,13 +142,8 @@ class Counting:
             return None
         if is_product and not is_sum:
             return self._scaled(equation, name, inputs, handed)
-        numbers = numbers_of(inputs, self._whole)
-        is_term = any(
-            n in self._made.others or is_made_of_count(abs(n), self._tower_rows) for n in numbers
-        )
-        if not is_sum and name in ("add", "sub") and is_term:
-            where = self._where(equation)
-            self._for_good.add(where)
+        if not is_sum and name in ("add", "sub") and self._is_made(inputs, self._made.others):
+            self._for_good.add(where := self._where(equation))
             return where
         too_often = self._counted_sum(equation, name, inputs, unknown) if is_sum else None
         return too_often or next((x.counted for x in handed if x.counted), None)
@@ -180,8 +175,7 @@ class Counting:
         before = next((x.counted for x in handed if x.counted), None)
         if before in self._for_good:
             return before
-        signed = numbers_of(inputs, self._whole)
-        numbers = [abs(number) for number in signed]
+        numbers = [abs(number) for number in numbers_of(inputs, self._whole)]
         where = self._where(equation)
         sums = [x for x in inputs if x.word == "linear"]
         if any(counts_rows(number, self._num_rows) for number in numbers):
@@ -190,9 +184,12 @@ class Counting:
             # Of a square's two divisions one is left, but not of what its sum was divided by.
             is_undone = bool(sums) and multiplies(name, inputs, self._num_rows)
             return before if any(x.squared for x in handed) and not is_undone else None
-        made = frozenset[float]().union(*self._made)
-        is_made = any(is_made_of_count(n, self._tower_rows) for n in numbers)
-        if is_made or not made.isdisjoint(signed):
+        if self._is_made(inputs, frozenset[float]().union(*self._made)):
             self._for_good.add(where)
             return where
         return before
+
+    def _is_made(self, inputs: list[Flow], made: frozenset[float]) -> bool:
+        """Whether a number in it is among `made`, or made of the number of rows by its value."""
+        numbers = numbers_of(inputs, self._whole)
+        return any(n in made or is_made_of_count(abs(n), self._tower_rows) for n in numbers)

@@ -8,7 +8,7 @@ import numpy as np
 
 from multitower.checks.changing import Changing
 from multitower.checks.reading import operations
-from multitower.checks.reading.flow import STACKS, Flow
+from multitower.checks.reading.flow import Flow
 
 _NOTHING = Changing()
 
@@ -109,10 +109,10 @@ def is_steady(
         return True
     if any(flow.counted for flow in inputs) or (name == "mul" and any(map(is_zero, inputs))):
         return False
-    by_rows = made.multiples if name == "mul" else made.shares
-    if any(number in by_rows for number in numbers_of(inputs)):
+    signed, by_rows = numbers_of(inputs), made.multiples if name == "mul" else made.shares
+    if not by_rows.isdisjoint(signed):
         return False
-    numbers = [abs(number) for number in numbers_of(inputs)]
+    numbers = [abs(number) for number in signed]
     shares = [1 / n if name == "div" and inputs[1].value is not None else n for n in numbers]
     for share in shares:
         is_made = _is_round(share * num_towers) or _is_near_whole(num_rows / share)
@@ -161,7 +161,7 @@ def beside(name: str, inputs: Sequence[Flow], num_rows: int) -> bool:
     number beside the sum, as `jnp.stack` does, counts too.
     """
     words = [flow.word for flow in inputs]
-    if name in STACKS:
+    if name in operations.STACKS:
         has_sum = any(flow.is_sum for flow in inputs)
         return has_sum and any(flow.is_steady and not _is_zeros(flow) for flow in inputs)
     if name not in ("add", "add_any", "sub"):

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
+from multitower.checks.reading import operations
+
 Word = Literal["free", "by row", "linear", "mixed"]
 ORDER: tuple[Word, ...] = ("free", "by row", "linear", "mixed")
 
-# They put values side by side.
-STACKS = ("concatenate", "stack")
 # At most so many places are kept for messages.
 _PLACES = 8
 # A value's chunk if it is a sum of several.
@@ -159,7 +159,9 @@ class Flow:
     @property
     def added(self) -> str | None:
         """Where a steady number was added to a sum over rows, and not put beside it alone."""
-        return None if self.beside and operation_at(self.beside) in STACKS else self.beside
+        return (
+            None if self.beside and operation_at(self.beside) in operations.STACKS else self.beside
+        )
 
     @property
     def all_roots(self) -> frozenset[str]:

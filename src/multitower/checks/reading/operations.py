@@ -21,6 +21,9 @@ KEEP_THE_SIZE = {
     "stop_gradient", "sub",
 }  # fmt: skip
 
+# They put values side by side.
+STACKS = ("concatenate", "stack")
+# They go along an axis, and leave as many entries on it.
 CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 
 # Each result of theirs is one of their inputs.

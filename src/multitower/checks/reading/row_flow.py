@@ -34,7 +34,13 @@ from multitower.checks.reading.along_rows import (
     works_along_rows,
 )
 from multitower.checks.reading.backward_rules import backward_mixing
-from multitower.checks.reading.chunks import apart_in, pairing, pairs_chunks, with_chunks
+from multitower.checks.reading.chunks import (
+    apart_in,
+    axes_apart,
+    pairing,
+    pairs_chunks,
+    with_chunks,
+)
 from multitower.checks.reading.counting import Counting
 from multitower.checks.reading.flow import (
     Flow,
@@ -57,6 +63,9 @@ from multitower.engines.source_lines import line_of
 _NUMBERS_OF_ROWS = (
     211, 223, 227, 229, 233, 239, 241, 251, 257, 263, 269, 271, 277, 281, 283, 293,
 )  # fmt: skip
+
+# A constant with more elements is not copied from its device to be compared.
+_LARGE = 1 << 16
 
 
 class Reading(NamedTuple):
@@ -178,13 +187,14 @@ class _Reader:
         place = "an array with an entry for every row" if is_placed else None
         known = small_constant(value)
         is_steady = (known is None or bool(shape)) and not axes  # a number may count rows
+        differs = lambda axis: size > _LARGE or differs_along(value, axis)
         return Flow(
             value=known,
             is_index=step > 0,
             is_number=step == 1,
             placed=place,
             is_steady=is_steady,
-            apart=frozenset(n for n in range(len(shape)) if differs_along(value, n)),
+            apart=frozenset(filter(differs, axes_apart(shape))),
         )
 
     def _equation(self, equation: Any, inputs: list[Flow]) -> list[Flow]:
