@@ -111,14 +111,8 @@ bits() {
 }
 
 verify() {
-  if [[ $small ]]; then
-    same_bits 120 gpt --size micro --towers 2 --steps 1
-    return
-  fi
-  same_bits 140 gpt --towers 8 --steps 3
-  same_bits 140 gpt --towers 8 --steps 3 --compute-dtype bfloat16
-  same_bits 150 cifar10-resnet20 --synthetic --towers 8 --steps 3
-  many= same_bits 150 cifar10-resnet20 --synthetic --towers 1 --steps 3
+  heading "the same bits of recipes"
+  attempt 580 "$python" benchmarks/gpu_recipes.py $small
 }
 
 devices() {

@@ -111,7 +111,7 @@ def works(*, small: bool) -> dict[str, Work]:
     }
     if mt.devices()[0].platform == "gpu":
         kernel = lambda params, x: attended(params, x, "cudnn")
-        found["attention, cuDNN"] = Work(attention, sequences, around(kernel), ("bfloat16",))
+        found["cuDNN attention"] = Work(attention, sequences, around(kernel), ("bfloat16",))
     return found | {
         "embedding": Work(
             {"w": normal(words, wide), "out": normal(wide, 8)},
@@ -232,13 +232,14 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="small models on two CPU devices")
     parser.add_argument("--only", default="", help="names of kernels, separated by commas")
     parser.add_argument("--towers", default="", help="numbers of them, in every precision")
+    parser.add_argument("--memory", type=float, default=SHARE_OF_MEMORY, help="of one process")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         if options.small:
             mt.configure(simulated_devices=2)
         else:
-            mt.configure(memory_fraction=SHARE_OF_MEMORY)
+            mt.configure(memory_fraction=options.memory)
         for row in results(options):
             print(json.dumps(row), flush=True)
         return

@@ -4,7 +4,7 @@ The first table has a process for each setting of `mt.configure`: the GPUs that 
 nvidia-smi says is taken at JAX's start, with an array of 1 GiB, and after the array is gone. The
 second has a process for each model of `gpu_steps.py`: `mt.plan` against JAX's peak of bytes.
 
-    python benchmarks/gpu_devices.py [--small]
+    python benchmarks/gpu_devices.py [--only control] [--small]
 
 `--small` runs on CPU devices, where nothing of memory can be seen, to test the program.
 """
@@ -101,6 +101,7 @@ def main() -> None:
     """Prints both tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--small", action="store_true", help="on CPU devices, to test the program")
+    parser.add_argument("--only", choices=["control", "plans"], help="one of the two tables")
     parser.add_argument("--settings", help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -110,6 +111,14 @@ def main() -> None:
     if options.model:
         print(json.dumps(memory(options.model, small=options.small)))
         return
+    if options.only != "plans":
+        control_table(options)
+    if options.only != "control":
+        plans_table(options)
+
+
+def control_table(options: argparse.Namespace) -> None:
+    """A line for each setting."""
     print("| mt.configure | devices | MiB at the start | with 1 GiB | after it | gpu:99, soft |")
     print("| --- | --- | --- | --- | --- | --- |")
     for settings in SETTINGS:
@@ -122,6 +131,10 @@ def main() -> None:
         told = "with a warning" if found["said"] else "without a word"
         row = f"| {said} | {', '.join(found['seen'])} | {taken} | {found['soft']}, {told} |"
         print(row, flush=True)
+
+
+def plans_table(options: argparse.Namespace) -> None:
+    """A line for each model."""
     print(f"\n| model, {TOWERS} towers on one device | planned MiB | peak MiB | planned / peak |")
     print("| --- | --- | --- | --- |")
     for name in MODELS:
