@@ -142,8 +142,11 @@ def _resnet_loss(params: Any, state: Any, batch: Any) -> tuple[jax.Array, Any]:
 # ---------------------------------------------------------------- transformer
 
 
-def transformer(*, small: bool) -> Model:
-    """GPT-2 small (Radford et al. 2019): 12 layers, 768 wide, 12 heads, 1024 tokens."""
+def transformer(*, small: bool, attention: str | None = None) -> Model:
+    """GPT-2 small (Radford et al. 2019): 12 layers, 768 wide, 12 heads, 1024 tokens.
+
+    Its attention is JAX's own, or `"cudnn"`.
+    """
     layers, wide, heads, tokens, words = (2, 32, 2, 16, 64) if small else (12, 768, 12, 1024, 50304)
     draw = np.random.default_rng(0)
 
@@ -167,7 +170,8 @@ def transformer(*, small: bool) -> Model:
     }
 
     def loss(params: Any, state: Any, batch: Any, *, unroll: bool = False) -> tuple[jax.Array, Any]:
-        return _transformer_losses(params, batch, heads, unroll=unroll), state
+        kernel = None if unroll else attention  # operations are counted on a CPU
+        return _transformer_losses(params, batch, heads, kernel, unroll=unroll), state
 
     def batch(rows: int) -> Any:
         text = np.random.default_rng(1).integers(0, words, (rows, tokens + 1), np.int32)
@@ -178,7 +182,9 @@ def transformer(*, small: bool) -> Model:
     return Model("transformer, 124M", params, None, loss, batch, rows, unit, unrolled)
 
 
-def _transformer_losses(params: Any, batch: Any, heads: int, *, unroll: bool) -> jax.Array:
+def _transformer_losses(
+    params: Any, batch: Any, heads: int, attention: Any, *, unroll: bool
+) -> jax.Array:
     def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
         centred = wide - wide.mean(-1, keepdims=True)
@@ -192,7 +198,7 @@ def _transformer_losses(params: Any, batch: Any, heads: int, *, unroll: bool) ->
         q, k, v = (
             leaf.reshape(rows, tokens, heads, wide // heads) for leaf in jnp.split(qkv, 3, -1)
         )
-        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention)
         x = x + mixed.reshape(x.shape) @ half["out"]
         hidden = jax.nn.gelu(norm(x, part["norm2"]) @ half["up"])
         return x + hidden @ half["down"], None

@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -301,6 +302,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--only", default="", help="names of models, separated by commas")
     parser.add_argument("--contenders", default="", help="names of ours, separated by commas")
+    parser.add_argument("--attention", choices=["cudnn"], help="of the transformer; else XLA's")
     parser.add_argument("--untried", action="store_true", help="no step with fewer rows at first")
     parser.add_argument("--peers", default="", help="other libraries: torch,keras")
     parser.add_argument("--json", default="", help="also write the numbers to this file")
@@ -334,7 +336,12 @@ def main() -> None:
     wanted = (options.contenders or "hand-written,deterministic,fast,same bits").split(",")
     contenders = {name: all_contenders[name] for name in wanted}
     results: dict[str, Any] = {"device": kind, "devices": num_devices, "matrix_flop_per_s": rate}
-    for key, make in {"lenet": lenet, "transformer": transformer, "resnet50": resnet50}.items():
+    makers = {
+        "lenet": lenet,
+        "transformer": partial(transformer, attention=options.attention),
+        "resnet50": resnet50,
+    }
+    for key, make in makers.items():
         if options.only and key not in options.only.split(","):
             continue
         model = make(small=options.small)

@@ -210,7 +210,7 @@ def test_a_key_that_is_shared_by_mistake_is_named(make_key):
     with pytest.warns(mt.MultitowerWarning, match=message):
         run(1.0, X, {"key": make_key(0)})
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", mt.MultitowerWarning)
         apart = mt.value_and_grad(loss, in_axes=(None, 0, {"key": 0}), devices=2)
         apart(1.0, X, {"key": make_key(0)})
 

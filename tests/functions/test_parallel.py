@@ -354,7 +354,7 @@ def test_idle_devices_are_named_and_hold_nothing():
         y = mt.make_parallel(double, towers=3)(np.arange(6))
     assert y.sharding.device_set == set(mt.devices(3))
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", mt.MultitowerWarning)
         mt.make_parallel(double, towers=3, devices=3)(np.arange(6))
 
 

@@ -65,7 +65,7 @@ def test_a_changed_seed_or_recipe_is_refused(recipe, options, said, begun):
 def test_changed_data_is_told_and_moved_data_is_not(begun):
     """Lie: other data under the same name. Nor is data in another place another run."""
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", mt.MultitowerWarning)
         moved = dataclasses.replace(RECIPE, options={"data": "/there", "shape": (2, 3)})
         run(moved, OPTIONS, directory=begun, resume=True)
     grown = dataclasses.replace(RECIPE, data=lambda: load(48))

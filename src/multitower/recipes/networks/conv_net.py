@@ -65,4 +65,4 @@ def logits(
     if rng is not None:
         is_kept = jax.random.bernoulli(rng, 1 - dropout_rate, x.shape)
         x = jnp.where(is_kept, x / (1 - dropout_rate), 0)
-    return x @ params["dense2"]["w"] + params["dense2"]["b"]
+    return (x @ params["dense2"]["w"] + params["dense2"]["b"]).astype(jnp.float32)

@@ -23,20 +23,25 @@ def he_normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def convolve(images: Any, weights: jax.Array, padding: str, stride: int = 1) -> jax.Array:
-    """Convolves images with filters.
+    """Convolves images with filters, in the dtype of the filters.
 
     Args:
         images: shape (rows, height, width, channels in).
-        weights: shape (filter height, filter width, channels in, channels out).
+        weights: shape (filter height, filter width, channels in, channels out); bfloat16 or float16
+            where the loss is computed in it.
         padding: `"SAME"` or `"VALID"`.
         stride: pixels from one place of the filter to the next.
 
     Returns:
         Shape (rows, height, width, channels out), with the height and width that are left.
     """
-    layout = ("NHWC", "HWIO", "NHWC")
-    strides = (stride, stride)
-    return jax.lax.conv_general_dilated(images, weights, strides, padding, dimension_numbers=layout)
+    return jax.lax.conv_general_dilated(
+        jnp.asarray(images, weights.dtype),
+        weights,
+        (stride, stride),
+        padding,
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
 
 
 @jax.custom_vjp

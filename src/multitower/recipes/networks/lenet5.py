@@ -78,7 +78,7 @@ def logits(params: Params, images: Any) -> jax.Array:
     x = x.reshape(x.shape[0], -1)
     x = jax.nn.relu(x @ params["dense1"]["w"] + params["dense1"]["b"])
     x = jax.nn.relu(x @ params["dense2"]["w"] + params["dense2"]["b"])
-    return x @ params["dense3"]["w"] + params["dense3"]["b"]
+    return (x @ params["dense3"]["w"] + params["dense3"]["b"]).astype(jnp.float32)
 
 
 def weight_penalty(params: Params) -> jax.Array:

@@ -121,7 +121,7 @@ def logits(
             y = layer(y, "conv2", number, index)
             x = jax.nn.relu(_shortcut(x, y.shape[-1], stride) + y)
     answers = x.mean(axis=(1, 2)) @ params["dense"]["w"] + params["dense"]["b"]
-    return answers, new_statistics
+    return answers.astype(jnp.float32), new_statistics
 
 
 def batch_norm(
@@ -134,23 +134,24 @@ def batch_norm(
     Args:
         params: `"scale"` and `"shift"`, shape (channels,).
         statistics: `"mean"` and `"variance"`, shape (channels,).
-        x: shape (rows, height, width, channels).
+        x: shape (rows, height, width, channels); mean and variance are taken in float32.
         training: as for `logits`.
 
     Returns:
-        The same shape, and the new statistics: nine tenths old, one tenth of this batch.
+        The same shape and dtype, and the new statistics: nine tenths old, one tenth of this batch.
 
     Source: Ioffe and Szegedy 2015.
     """
+    wide = x.astype(jnp.float32)
     if training:
-        mean = x.mean(axis=(0, 1, 2))
-        variance = jnp.square(x - mean).mean(axis=(0, 1, 2))
+        mean = wide.mean(axis=(0, 1, 2))
+        variance = jnp.square(wide - mean).mean(axis=(0, 1, 2))
         now = {"mean": mean, "variance": variance}
         new = jax.tree.map(lambda a, b: _MOMENTUM * a + (1 - _MOMENTUM) * b, statistics, now)
     else:
         now = new = statistics
     factor = params["scale"] * jax.lax.rsqrt(now["variance"] + _EPSILON)
-    return (x - now["mean"]) * factor + params["shift"], new
+    return ((wide - now["mean"]) * factor + params["shift"]).astype(x.dtype), new
 
 
 def weight_penalty(params: Params) -> jax.Array:
