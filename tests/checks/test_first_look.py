@@ -12,12 +12,12 @@ import optax
 import pytest
 from flax import nnx
 from jax.experimental import io_callback
-from told import ours
 
 import multitower as mt
 from multitower.checks.reading import row_flow
 from multitower.checks.reading.counts import is_mean, is_steady, numbers_of, per_row
 from multitower.checks.reading.flow import Flow
+from told import ours
 
 X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
 W = jnp.asarray(np.ones(3, np.float32))

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from told import ours
 
 import multitower as mt
+from told import ours
 
 X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
 W = jnp.asarray(np.ones(3, np.float32))
