@@ -813,11 +813,6 @@ WRONG = {
         mt.BatchError,
         "first='2': it must be a whole number, 0 or more",
     ),
-    "a batch that nobody gets to": (
-        lambda: mt.make_batch({"x": X}, global_batch=4, seed=0, step=2**62),
-        mt.BatchError,
-        "there is no such batch",
-    ),
     "rows of towers inside jit": (
         lambda: jax.jit(lambda x: mt.shard(x, devices=2, towers=2))(X),
         mt.ArgumentError,

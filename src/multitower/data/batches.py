@@ -19,7 +19,7 @@ from multitower.data.augmentation import KEYS
 from multitower.errors import BatchError, whole_number
 from multitower.towers.lazy_rows import LazyRows
 from multitower.towers.refusals import path_of
-from multitower.towers.rows import take_apart
+from multitower.towers.rows import Split, take_apart
 from multitower.towers.split import on_one_device, rows_at
 
 Distort = Callable[[Any, np.random.Generator], Any]
@@ -79,24 +79,23 @@ def make_batch(
     global_batch = whole_number("global_batch", global_batch, 1, BatchError)
     step = whole_number("step", step, 0, BatchError)
     seed = whole_number("seed", seed, 0, BatchError)
-    num_rows = take_apart(dataset, 0, name="data").num_rows
-    if (step + 1) * global_batch >= 2**63:
-        raise BatchError(f"step={step}: there is no such batch, its rows have no 64-bit numbers.")
-    epochs, positions = np.divmod(
-        np.arange(step * global_batch, (step + 1) * global_batch), num_rows
-    )
+    parts = take_apart(dataset, 0, name="data")
+    num_rows = parts.num_rows
+    first, end = step * global_batch, (step + 1) * global_batch
     rows = np.empty(global_batch, np.intp)
     keys = np.empty((global_batch, 2), np.uint32)
     if keyed:
         _check_has_room_for_keys(dataset)
-    for epoch in np.unique(epochs):
-        here = epochs == epoch
-        rows[here] = _shuffled(num_rows, seed, int(epoch))[positions[here]]
+    for epoch in range(first // num_rows, (end - 1) // num_rows + 1):
+        start = epoch * num_rows
+        here = slice(max(first - start, 0), min(end - start, num_rows))
+        there = slice(here.start + start - first, here.stop + start - first)
+        rows[there] = _shuffled(num_rows, seed, epoch)[here]
         if keyed:
-            keys[here] = _row_keys(num_rows, seed, int(epoch))[rows[here]]
+            keys[there] = _row_keys(num_rows, seed, epoch)[rows[there]]
     if places is not None and distort is None:
         rows, keys = rows[places], keys[places]
-    batch = _at(rows, dataset)
+    batch = _at(rows, dataset, parts.split)
     if keyed:
         batch = {**batch, KEYS: keys}
     if distort is None:
@@ -109,7 +108,7 @@ def make_batch(
             "distort(batch, generator) returned None: it must return the batch, also if it changes "
             "the arrays in place."
         )
-    return batch if places is None else _at(places, batch)
+    return batch if places is None else _at(places, batch, take_apart(batch, 0, name="data").split)
 
 
 def make_batches(
@@ -208,11 +207,10 @@ def _row_keys(num_rows: int, seed: int, epoch: int) -> np.ndarray[Any, Any]:
     return np.stack([raw >> np.uint64(32), raw & np.uint64(2**32 - 1)], axis=1).astype(np.uint32)
 
 
-def _at(places: np.ndarray[Any, Any], tree: Any) -> Any:
+def _at(places: np.ndarray[Any, Any], tree: Any, split: Split) -> Any:
     """A tree of copies: of the rows at these places, and of the arrays that have no rows."""
     leaves, treedef = jax.tree.flatten(tree)
-    kinds = take_apart(tree, 0, name="data").split.kinds
-    pairs = zip(leaves, kinds, strict=True)
+    pairs = zip(leaves, split.kinds, strict=True)
 
     def chosen(number: int, leaf: Any, kind: Any) -> Any:
         if isinstance(kind, int):
