@@ -36,7 +36,7 @@ def rows_of(*arguments):
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
 
 
-@pytest.mark.parametrize("kernel", ["embedding", "max pooling"])
+@pytest.mark.parametrize("kernel", ["embedding", "max pooling", "sort"])
 def test_law_l3_no_thread_decides_over_bits(kernel):
     """Lie: kernels add with atomic instructions, in whatever order threads come."""
     for name, order_by_default, _, order, loops, _, gpus in rows_of("kernels", "--only", kernel):

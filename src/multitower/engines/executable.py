@@ -96,11 +96,9 @@ def compile_for_each(
         ArgumentError: an argument has a dtype of less than a byte.
     """
     _refuse_packed(arguments)
+    compiler_options = _options(devices[0].platform)
     jitted = jax.jit(
-        fn,
-        donate_argnums=donate,
-        keep_unused=keep_unused,
-        compiler_options=_options(devices[0].platform),
+        fn, donate_argnums=donate, keep_unused=keep_unused, compiler_options=compiler_options
     )
 
     def trace(device: jax.Device) -> jax.stages.Traced:
@@ -108,6 +106,13 @@ def compile_for_each(
         return jitted.trace(*jax.tree.map(lambda x: shape_of(x, there), tuple(arguments)))
 
     first = trace(devices[0])
+    if compiler_options is not None:
+        from multitower.engines.scatters import sorting  # noqa: PLC0415 (importing stays quick)
+
+        if (other := sorting(first)) is not None:
+            other.__name__ = getattr(fn, "__name__", "program")  # as profiles show it
+            more: dict[str, Any] = {"keep_unused": keep_unused, "compile": compile}
+            return compile_for_each(other, arguments, devices, donate=donate, **more)
     from multitower.engines.held import HeldArrays  # noqa: PLC0415 (importing stays quick)
 
     if held := HeldArrays(first.jaxpr):
