@@ -7,6 +7,7 @@
 #   benchmarks/gpu.sh steps        doctor, the same bits of one recipe, the cost of a step
 #   benchmarks/gpu.sh models       models that fill a GPU, against hand-written JAX
 #   benchmarks/gpu.sh tuned        the same models: what choosing kernels by their times would bring
+#   benchmarks/gpu.sh attention    the transformer with cuDNN's attention, scanned and unrolled
 #   benchmarks/gpu.sh torch        the same models, against compiled PyTorch
 #   benchmarks/gpu.sh keras        the same models, against Keras on JAX
 #   benchmarks/gpu.sh bits         the same bits by kernel, precision, run, process and towers
@@ -98,6 +99,13 @@ models() {
 }
 
 tuned() { models --contenders hand-written,deterministic,tuned; }
+
+attention() {
+  local options=(--only transformer --untried)
+  [[ $small ]] || options+=(--attention cudnn)  # no CPU has it
+  models "${options[@]}"
+  models "${options[@]}" --unroll
+}
 
 torch() { models --peers torch --contenders hand-written; }
 
@@ -196,9 +204,9 @@ many=
 (($#)) || set -- scatter steps
 for part; do
   case $part in
-    brief | scatter | steps | models | tuned | torch | keras | bits | verify | devices | text | processes | pipeline) "$part" ;;
+    brief | scatter | steps | models | tuned | attention | torch | keras | bits | verify | devices | text | processes | pipeline) "$part" ;;
     *)
-      echo "gpu.sh: there is no part $part. Parts are brief, scatter, steps, models, tuned, torch," \
+      echo "gpu.sh: there is no part $part. Parts are brief, scatter, steps, models, tuned, attention, torch," \
         "keras, bits, verify, devices, text, processes and pipeline." >&2
       exit 2
       ;;

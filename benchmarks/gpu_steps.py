@@ -303,6 +303,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names of models, separated by commas")
     parser.add_argument("--contenders", default="", help="names of ours, separated by commas")
     parser.add_argument("--attention", choices=["cudnn"], help="of the transformer; else XLA's")
+    parser.add_argument("--unroll", action="store_true", help="no scan over the transformer")
     parser.add_argument("--untried", action="store_true", help="no step with fewer rows at first")
     parser.add_argument("--peers", default="", help="other libraries: torch,keras")
     parser.add_argument("--json", default="", help="also write the numbers to this file")
@@ -338,7 +339,7 @@ def main() -> None:
     results: dict[str, Any] = {"device": kind, "devices": num_devices, "matrix_flop_per_s": rate}
     makers = {
         "lenet": lenet,
-        "transformer": partial(transformer, attention=options.attention),
+        "transformer": partial(transformer, attention=options.attention, unroll=options.unroll),
         "resnet50": resnet50,
     }
     for key, make in makers.items():

@@ -52,9 +52,10 @@ def test_the_first_parts_run_through():
 
 @pytest.mark.slow
 def test_models_run_through():
-    rows = [line for line in lines_of("models") if line.startswith("| ")][2:]
-    # Three models, each by hand, deterministic, fast and same bits.
-    assert len(rows) == 12
+    shown = lines_of("models", "attention")
+    rows = [line for line in shown if line.endswith("% |")]
+    # Three models and one of them in two ways, each by hand, deterministic, fast and same bits.
+    assert len(rows) == 20, shown
     assert not any("rror" in row for row in rows), rows
 
 
@@ -96,7 +97,7 @@ def test_a_command_that_fails_does_not_end_the_script():
     """Lie: one failure throws away what the parts behind it would have shown."""
     shown = lines_of("torch", "verify")
     assert sum("No module named 'torch'" in line for line in shown) == 3
-    assert "params       same bits" in shown
+    assert any(line.startswith("| own | float32 | 2 | same | same |") for line in shown)
 
 
 def test_failures_are_told_at_the_end(tmp_path):
@@ -116,6 +117,20 @@ def test_failures_are_told_at_the_end(tmp_path):
     assert "benchmarks/gpu_bits.py --small --only product,sort --towers 1,2" in done.stdout
     last = done.stdout.splitlines()[-1]
     assert last == "failed: benchmarks/gpu_scatter.py --small: exit code 3"
+
+
+def test_a_recipe_that_differs_or_fails_is_seen(program):
+    """Lie: a table of "same" whatever the processes say."""
+    recipes = program("gpu_recipes")
+    case = recipes.Case("gpt", "TF32", 8)
+    found = {"same_bits": True, "fingerprints": [["a" * 64, "b" * 64], ["a" * 64, "b" * 64]]}
+    other = found | {"fingerprints": [["a" * 64, "c" * 64], ["a" * 64, "c" * 64]]}
+    title = "| gpt | TF32 | 8 |"
+    assert recipes.line(case, [found, found]) == f"{title} same | same | {'b' * 12} |"
+    assert recipes.line(case, [found, other]) == f"{title} same | differs | {'b' * 12} |"
+    differs = found | {"same_bits": False}
+    assert recipes.line(case, [found, differs]) == f"{title} differs | same | {'b' * 12} |"
+    assert recipes.line(case, [{"error": "exit code 2"}, found]) == f"{title} exit code 2 | | |"
 
 
 def test_operations_are_those_of_all_layers(program):
