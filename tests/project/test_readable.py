@@ -116,6 +116,15 @@ def test_overhead_on_a_gpu_was_measured(page):
         assert ratios == ways
 
 
+def test_times_in_the_guide_to_speed_on_gpus_were_measured():
+    """Lie: the same, in a guide."""
+    measured = re.findall(r"\d+\.\d+", (RESULTS / "gpu.md").read_text(encoding="utf-8"))
+    times = re.findall(r"(\d+\.(\d+)) ms", TEXTS["docs/guides/gpu-speed.md"])
+    assert len(times) == 4
+    for time, digits in times:
+        assert time in {f"{float(one):.{len(digits)}f}" for one in measured}
+
+
 def test_comparison_was_measured():
     """Lie: a ratio to another library that no run has shown."""
     works = ["Polynomial", "MLP-1024", "LeNet-5", "ResNet-20", "Transformer", "GPT"]
