@@ -682,7 +682,36 @@ def numbers_of_halves(w, x):
     return jax.vmap(of_half)(x.reshape(2, -1, 3), jnp.arange(2.0)).mean()
 
 
+def each_half_its_own_loss(w, x):
+    labelled, other = (x @ w).reshape(2, -1)
+    return (labelled**2).mean() + jnp.abs(other).mean()
+
+
+def each_half_its_own_weight(w, x):
+    z = (x @ w).reshape(2, -1)
+    return 0.9 * (z[0] ** 2).mean() + 0.1 * (z[1] ** 2).mean()
+
+
+def half_less_half(w, x):
+    scores = (x @ w).reshape(2, -1)
+    return (scores[0].mean() - scores[1].mean()) * 2
+
+
+def half_alone(w, x):
+    return jnp.tanh((x @ w).reshape(2, -1)[0]).mean() + (w**2).sum()
+
+
+def two_losses_beside_each_other(w, x):
+    rows = (x @ w).reshape(2, -1)
+    return jnp.stack([fn(z).mean() for fn, z in zip((jnp.abs, jnp.tanh), rows, strict=True)]).mean()
+
+
 VIEWS = [
+    each_half_its_own_loss,
+    each_half_its_own_weight,
+    half_less_half,
+    half_alone,
+    two_losses_beside_each_other,
     heads_of_tasks,
     signs_of_halves,
     numbers_of_halves,
@@ -872,6 +901,70 @@ def test_a_checkpoint_in_a_loop_over_rows_only_adds_them_up():
 )
 def test_nothing_is_said_of_groups_of_rows(loss):
     look_at(mt.grad(loss, devices=2), X)  # warnings are errors
+
+
+def in_turn(w, x):
+    total = 0.0
+    for rows in x.reshape(4, -1, 3):
+        total = total + losses(w, rows).mean() + 0.1 * jnp.abs(rows @ w).mean()
+    return total / 4 + (w**2).sum()
+
+
+def running_mean(w, x):
+    mean = jnp.zeros(())
+    for number, rows in enumerate(x.reshape(4, -1, 3)):
+        mean += (losses(w, rows).mean() - mean) / (number + 1)
+    return mean
+
+
+def term_by_term(w, x):
+    chunks = list(zip(x.reshape(2, -1, 3), x[:, 0].reshape(2, -1), strict=True))
+    errors = sum(((rows @ w - y) ** 2).mean() for rows, y in chunks)
+    return (errors + sum(jax.jit(losses)(w, rows).mean() for rows, _ in chunks)) / 2
+
+
+def with_noise_of_its_own(w, x):
+    keys = jax.random.split(jax.random.PRNGKey(0), 2)
+    rows = zip(keys, x.reshape(2, -1, 3), strict=True)
+    return sum(losses(w * jax.random.normal(key, (3,)), z).mean() for key, z in rows) / 2
+
+
+def beside_the_whole(w, x):
+    of_chunks = [losses(w, rows).astype(jnp.bfloat16) for rows in x.reshape(2, -1, 3)]
+    return losses(w, x).mean() + jnp.concatenate(of_chunks).astype(jnp.float32).mean()
+
+
+def rounded_now_and_then(w, x):
+    one, two, three, four = (losses(w, rows).mean() for rows in x.reshape(4, -1, 3))
+    narrow = lambda loss: loss.astype(jnp.bfloat16)
+    return (narrow(one + two) + narrow(three) + narrow(four)).astype(jnp.float32) / 4
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        in_turn,
+        running_mean,
+        term_by_term,
+        with_noise_of_its_own,
+        beside_the_whole,
+        rounded_now_and_then,
+    ],
+)
+def test_nothing_is_said_of_chunks_that_are_treated_alike(loss):
+    # The lie: gradient accumulation by hand is two losses of two parts.
+    look_at(mt.grad(loss, devices=2), X)  # warnings are errors
+
+
+def test_a_state_may_follow_chunk_after_chunk():
+    # The lie: statistics that a loop over chunks updates are no statistics.
+    def loss(w, x, *, model_state):
+        for rows in x.reshape(2, -1, 3):
+            model_state = 0.9 * model_state + 0.1 * rows.mean(0)
+        return losses(w, x), {}, model_state
+
+    step = mt.train_step(loss, optax.sgd(0.1), devices=2, towers=2)
+    step(step.init(W, model_state=jnp.zeros(3)), X)  # warnings are errors
 
 
 def test_nothing_is_said_of_groups_that_a_library_makes():

@@ -29,8 +29,9 @@ from multitower.checks.problems import (
 from multitower.checks.reading.chunks import axes_apart
 from multitower.checks.reading.flow import Flow, operation_at, rows_of
 from multitower.checks.reading.operations import FINDS
+from multitower.checks.reading.parts import unlike_parts
 from multitower.checks.reading.row_flow import Reading, read, unused_size
-from multitower.checks.results import Results
+from multitower.checks.results import STATES, Results
 from multitower.checks.weights import uses_of_weights
 from multitower.engines.collectives import axis_of
 from multitower.errors import OutputError, listed, warn
@@ -270,7 +271,8 @@ def read_tower(
         reading = read(program, flows, num_rows, made=made, **numbers)
         if times > 1:
             chunks = read(program, flows, prime, num_groups=times, made=made, **numbers)
-            reading = _with_chunks(reading, chunks)
+            kinds = [path[0].key for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+            reading = _with_parts(_with_chunks(reading, chunks), kinds, program, num_rows)
         more = writes_in(program, written), uses_of_weights(program)
         return reading, Results.of(reading, tree, num_rows, *more)
     except Exception as error:  # a fault of the reader is no reason to end a training
@@ -296,6 +298,24 @@ def _with_chunks(reading: Reading, chunks: Reading) -> Reading:
     is_known = lambda flow: not operations_of(flow) & {*FINDS, "slice"}  # it takes one chunk
     pairs = zip(reading.outputs, chunks.outputs, strict=True)
     return reading._replace(outputs=[b if is_cut(a) and is_known(b) else a for a, b in pairs])
+
+
+def _with_parts(reading: Reading, kinds: list[str], program: Any, num_rows: int) -> Reading:
+    """A reading of rows that come in groups, with results that treat chunks in different ways.
+
+    Args:
+        reading: the reading.
+        kinds: of the first outputs; statistics may be those of one chunk after the other.
+        program: what was read.
+        num_rows: the number of rows that it was read with.
+    """
+    outputs = list(reading.outputs)
+    for number, (place, kind) in enumerate(
+        zip(unlike_parts(program, num_rows), kinds, strict=False)
+    ):
+        if place is not None and kind not in STATES and not outputs[number].mixed:
+            outputs[number] = Flow("mixed", mixed=(place,), roots=frozenset([place]), varies=True)
+    return reading._replace(outputs=outputs)
 
 
 def _read_in_groups(

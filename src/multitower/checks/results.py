@@ -36,7 +36,7 @@ from multitower.checks.reading.flow import Flow, line_at, operation_at
 from multitower.checks.reading.row_flow import Reading
 
 # State for the next step. The towers' states are averaged, which is right for statistics.
-_STATES = ("model", "model_state", "state")
+STATES = ("model", "model_state", "state")
 # Kinds with problems of their own.
 _ASIDE = (FIRST, TERMS, ADDED)
 
@@ -62,7 +62,7 @@ class _Result(NamedTuple):
             known: the lines where other statistics come from: a network has several BatchNorms.
         """
         is_array = self.ndim > 0 and not self.has_rows and self.flow.word != "free"
-        if self.kind in _STATES:
+        if self.kind in STATES:
             return is_array and not self.flow.bent
         is_mean = self.kind == "aux" and is_array and self.flow.is_mean
         return is_mean and {line_at(root) for root in self.flow.roots} <= known
@@ -114,7 +114,7 @@ class Results(NamedTuple):
 
     def has_state_by_row(self) -> bool:
         """Whether a state has one entry per row: a short queue, if it was read with many rows."""
-        return any(one.kind in _STATES and one.has_rows for one in self.leaves)
+        return any(one.kind in STATES and one.has_rows for one in self.leaves)
 
     def are_statistics(self, flow: Flow) -> bool:
         """Whether rows are brought together by nothing but returned statistics."""
@@ -130,7 +130,7 @@ class Results(NamedTuple):
         """
         problems: list[Problem] = []
         for one in self.leaves:
-            if one.kind in (*_STATES, *_ASIDE) or not (averages or one.has_rows):
+            if one.kind in (*STATES, *_ASIDE) or not (averages or one.has_rows):
                 continue
             flow = one.flow
             unknown = {line_at(root) for root in flow.roots} - self.known_lines
@@ -168,7 +168,7 @@ class Results(NamedTuple):
         return [
             Problem("mixed rows", one.name, one.flow.mixed[0], STATISTICS.format(num=num_towers))
             for one in self.leaves
-            if one.kind not in (*_STATES, TERMS, ADDED) and self.are_statistics(one.flow)
+            if one.kind not in (*STATES, TERMS, ADDED) and self.are_statistics(one.flow)
         ]
 
     def kept_in_states(self, *, exchange: bool = True) -> list[Problem]:
@@ -177,7 +177,7 @@ class Results(NamedTuple):
         Args:
             exchange: whether towers may exchange values.
         """
-        states = [one for one in self.leaves if one.kind in _STATES]
+        states = [one for one in self.leaves if one.kind in STATES]
         # A median for each feature is meant, as the variances of BatchNorm are.
         is_meant = lambda one: one.ndim > 0 and operation_at(one.flow.held) == "gather"
         keep = (KEEP_A_MEAN, KEEP_A_MEAN, KEEP_A_MEAN)
@@ -220,7 +220,7 @@ class Results(NamedTuple):
         return [
             one.name
             for one in self.leaves
-            if (one.kind in _STATES and one.flow.word != "free")
+            if (one.kind in STATES and one.flow.word != "free")
             or (one.kind not in _ASIDE and self.are_statistics(one.flow))
         ]
 

@@ -81,13 +81,13 @@ def apart_in(equation: Any, inputs: Sequence[Flow]) -> frozenset[int]:
         return frozenset()
     if name not in _MOVES and not all(_is_spread(one, shape) for one in shapes):
         return frozenset()
-    moved = (
-        _moved(equation, number, axis)
+    found = (
+        moved(equation, number, axis)
         for number, flow in enumerate(inputs)
         if is_free[number]
         for axis in flow.apart
     )
-    return frozenset(axis for axis in moved if axis is not None)
+    return frozenset(axis for axis in found if axis is not None)
 
 
 def _is_spread(shape: tuple[int, ...], result: tuple[int, ...]) -> bool:
@@ -145,7 +145,7 @@ def turned_back(equation: Any, flow: Flow, tower_rows: int) -> Chunks | None:
     if flow.order is None or flow.order.turned is None:
         return None
     chunk, each = flow.order.turned
-    axis = _cut(equation, tower_rows)
+    axis = axis_cut(equation, tower_rows)
     if axis is None:
         return None
     is_apart = chunk.rows is not None and chunk.axis > chunk.rows
@@ -153,7 +153,7 @@ def turned_back(equation: Any, flow: Flow, tower_rows: int) -> Chunks | None:
     return found if equation.outvars[0].aval.shape[found.rows or 0] == each else None
 
 
-def _cut(equation: Any, tower_rows: int) -> int | None:
+def axis_cut(equation: Any, tower_rows: int) -> int | None:
     """The axis of the chunks that a reshape of rows makes; that of the rows is behind it."""
     before, after = _shapes([equation.invars[0], equation.outvars[0]])
     if tower_rows not in before:
@@ -175,7 +175,7 @@ def _chunks_of_results(
     if name == "reshape" and not chunks:
         if inputs[0].order is not None:
             return [turned_back(equation, inputs[0], tower_rows)]
-        axis = _cut(equation, tower_rows)
+        axis = axis_cut(equation, tower_rows)
         return [None if axis is None else Chunks(axis, axis + 1)]
     if not chunks or name in _BESIDE or pairs_chunks(equation, inputs):
         return [None] * num_results
@@ -210,16 +210,16 @@ def _in_result(equation: Any, inputs: Sequence[Flow]) -> set[int | Chunks]:
     for number, flow in enumerate(inputs):
         if isinstance(flow.chunk, Chunks):
             axis, rows = flow.chunk[:2]
-            axis = _moved(equation, number, axis)
-            moved = None if rows is None else _moved(equation, number, rows)
-            if axis is not None and (moved is None) == (rows is None):
-                found.add(flow.chunk._replace(axis=axis, rows=moved))
+            axis = moved(equation, number, axis)
+            behind = None if rows is None else moved(equation, number, rows)
+            if axis is not None and (behind is None) == (rows is None):
+                found.add(flow.chunk._replace(axis=axis, rows=behind))
         elif flow.chunk is not None:
             found.add(flow.chunk)
     return found
 
 
-def _moved(equation: Any, number: int, axis: int) -> int | None:
+def moved(equation: Any, number: int, axis: int) -> int | None:
     """The axis of the first result that an input's axis becomes; None if that is not known."""
     name, params = equation.primitive.name, equation.params
     before, after = _shapes([equation.invars[number], equation.outvars[0]])
