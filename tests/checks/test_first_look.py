@@ -1383,11 +1383,18 @@ def high(rows, w, batch, *, model_state):
     return losses(w, batch), {}, 0.9 * model_state + 0.1 * top
 
 
+def worst_of_each_class(rows, w, batch, *, model_state):
+    """The largest loss of each class so far, as hard examples are looked for."""
+    new = rows(batch)
+    return losses(w, batch), {}, model_state.at[(new[:, 0] > 0).astype(int)].max(new)
+
+
 @pytest.mark.parametrize(
     "loss",
     [
         queueing,
         largest,
+        worst_of_each_class,
         *(pytest.param(fn, marks=pytest.mark.slow) for fn in (queueing_in_place, high)),
     ],
 )
@@ -1399,13 +1406,39 @@ def test_a_state_that_holds_rows_is_told(loss):
         return step(step.init(W, model_state=before), X)[0].model_state
 
     before = jnp.zeros(() if loss is high else (300, 3))
-    said = r"model_state \((concatenate|scatter|reduce_max|gather) .*\): it is kept .* holds rows"
+    said = r"model_state \((concat\w+|scatter|scatter-max|reduce_max|gather) .*\): .* holds rows"
     with pytest.warns(mt.MultitowerWarning, match=said) as told:
         wrong = queue(lambda x: x)
     assert len(ours(told)) == 1
     on_one_device = loss(lambda x: x, W, X, model_state=before)[2]
     np.testing.assert_allclose(queue(mt.all_rows), on_one_device, rtol=1e-5)  # as it says
     assert (wrong != on_one_device).any()
+
+
+@pytest.mark.parametrize(
+    ("new", "said"),
+    [
+        (lambda old, z, k: jnp.maximum(old, jax.ops.segment_max(z, k, 2)), "scatter-max"),
+        (lambda old, z, k: old.at[k].mul(z), "scatter-mul"),
+        (lambda old, z, k: old + jax.lax.reduce(z, 0.0, lambda a, b: a * b + 1, (0,)), "reduce"),
+        (
+            lambda old, z, k: (
+                old + jax.lax.reduce_window(z, 0.0, jax.lax.max, (len(z),), (1,), "VALID")
+            ),
+            "reduce_window",
+        ),
+    ],
+)
+def test_a_state_that_is_no_mean_over_rows_is_told(new, said):
+    # The lie: check_parallel says that it is safe, and the state is that of no batch.
+    def loss(w, batch, *, model_state):
+        found = losses(w, batch)
+        kept = jax.lax.stop_gradient(found)
+        return found, {}, new(model_state, kept, (batch[:, 0] > 0).astype(int))
+
+    step = mt.train_step(loss, optax.sgd(0.1), devices=2, towers=4)
+    with pytest.warns(mt.MultitowerWarning, match=rf"model_state \({said} .*\): it is kept"):
+        step(step.init(W, model_state=jnp.zeros(2)), X)
 
 
 def first(w, batch, *, model_state):
@@ -2213,6 +2246,37 @@ def test_a_permutation_mixes_no_rows():
     # The lie: the sort that makes a permutation out of noise is blamed for bringing rows together.
     in_any_order = lambda w, key, x: losses(w, x) * jax.random.permutation(key, len(x))
     look_at(mt.grad(in_any_order, devices=2, in_axes=(None, 0, 0)), jax.random.key(0), X)
+
+
+def test_rows_in_any_order_are_no_false_alarm():
+    # The lie: partners at random are fine as x[permutation], and in-batch negatives otherwise.
+    blended = lambda w, key, x: losses(w, x) + jax.random.permutation(key, losses(w, x))
+    look_at(mt.grad(blended, devices=2, in_axes=(None, 0, 0)), jax.random.key(0), X)
+
+
+TARGETS = {"y": np.arange(8.0, dtype=np.float32)[:, None]}
+
+
+class Task:
+    targets = TARGETS["y"]
+
+    def loss(self, w, x):
+        return ((x @ w[:, None] - self.targets) ** 2).mean()
+
+
+@pytest.mark.parametrize("where", ["global", "method", "list"])
+def test_an_array_from_anywhere_beside_one_row_per_tower_is_told(where):
+    # The lie: it is told of a closed-over variable, and not of one in a module or an object.
+    loss = {
+        "global": lambda w, x: ((x @ w[:, None] - TARGETS["y"]) ** 2).mean(),
+        "method": Task().loss,
+        "list": lambda w, x: ((x @ w[:, None] - jnp.array([[1.0], [2], *[[3]] * 6])) ** 2).mean(),
+    }[where]
+    with pytest.warns(mt.MultitowerWarning, match=r"shape \(8, 1\), with one entry per row"):
+        mt.grad(loss, devices=8)(W, X)
+    step = mt.train_step(loss, optax.sgd(0.1), devices=2, towers=8)
+    with pytest.warns(mt.MultitowerWarning, match=r"shape \(8, 1\), with one entry per row"):
+        step(step.init(W), X)
 
 
 @pytest.mark.parametrize("towers", [None, pytest.param(8, marks=pytest.mark.slow)])

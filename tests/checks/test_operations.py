@@ -86,7 +86,6 @@ TOGETHER = {
     "difference": lambda h, k, w: h[1:] - h[:-1],
     "sort": lambda h, k, w: h * jnp.sort(h, 0),
     "order": lambda h, k, w: h * h[jnp.argsort(k)],
-    "permutation": lambda h, k, w: h * jax.random.permutation(jax.random.key(0), h),
     "gram": lambda h, k, w: h @ (h.T @ h),
     "every row with every row": lambda h, k, w: jax.nn.softmax(h @ h.T) @ h,
     "inverse": lambda h, k, w: jnp.linalg.solve(h.T @ h + jnp.eye(6), h.T).T,

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from multitower.checks.equations import programs_in
+
 # Numbers of few digits that are small, such as 0.5 and 1e-5, are in most programs as they are.
 _DIGITS = 2
 _SMALL = 3
@@ -84,10 +86,8 @@ def _numbers(program: Any) -> Iterator[tuple[str, float]]:
         for atom in equation.invars:
             if isinstance(atom, core.Literal) and _is_float(atom.val):
                 yield name, float(atom.val)
-        for param in equation.params.values():
-            for inner in param if isinstance(param, list | tuple) else (param,):
-                if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
-                    yield from _numbers(inner)
+        for inner in programs_in(equation.params):
+            yield from _numbers(inner)
 
 
 def _is_float(value: Any) -> bool:

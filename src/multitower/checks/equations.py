@@ -1,7 +1,7 @@
 """Equations: what can be read off an equation of a jaxpr: its constants and its inner program."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -41,6 +41,24 @@ _ARITHMETIC: Mapping[str, Callable[..., Any]] = {
 def small_constant(value: Any) -> Any:
     """A number, or a few of them, that a program holds; None if it is anything else."""
     return np.asarray(value) if _is_known(value) and np.size(value) <= _SMALL else None
+
+
+def shapes_of_constants(program: Any) -> Iterator[tuple[int, ...]]:
+    """The shapes of the arrays that a program holds, however deep."""
+    yield from (np.shape(value) for value in getattr(program, "consts", ()))
+    for equation in getattr(program, "jaxpr", program).eqns:
+        literals = (atom for atom in equation.invars if isinstance(atom, core.Literal))
+        yield from (np.shape(atom.val) for atom in literals)
+        for inner in programs_in(equation.params):
+            yield from shapes_of_constants(inner)
+
+
+def programs_in(params: Mapping[str, Any]) -> Iterator[Any]:
+    """The programs among an equation's parameters, closed or open."""
+    for param in params.values():
+        for one in param if isinstance(param, list | tuple) else (param,):
+            if hasattr(getattr(one, "jaxpr", one), "eqns"):
+                yield one
 
 
 def is_empty(atom: Any) -> bool:

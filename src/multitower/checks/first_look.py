@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from multitower.checks.changing import Changing, changing
 from multitower.checks.copies import writes_in
+from multitower.checks.equations import shapes_of_constants
 from multitower.checks.problems import (
     COUNTED_CALLS,
     OF_NO_ROW,
@@ -145,8 +146,10 @@ def look(
     if first is None:
         reader = functools.partial(_read_in_groups, real_rows=real_rows)
         first = reader(outputs, rows, others)
-    if first is None and beside_one_row:
-        warn(WHOLE_BESIDE_ONE_ROW.format(shape=beside_one_row[0].shape))
+    if first is None and real_rows == 1 < rows[0].shape[0]:
+        shapes = [*map(jnp.shape, beside_one_row), *_constants_of_all_rows(outputs, rows, others)]
+        if shapes:
+            warn(WHOLE_BESIDE_ONE_ROW.format(shape=shapes[0]))
     if first is None:
         return ""  # it needs a fixed number of rows, or has a mistake that the call itself reports
     again = lambda: reader(outputs, rows, others, again=True)
@@ -156,6 +159,20 @@ def look(
     for problem in _once_for_each_cause(found):
         warn(f"{problem} (mt.check_parallel looks closer.)")
     return listed([*dict.fromkeys(first[1].counting_copies())])
+
+
+def _constants_of_all_rows(
+    outputs: _Outputs, rows: Sequence[Any], others: Any
+) -> list[tuple[int, ...]]:
+    """The shapes of constants with an entry for every row of the batch, for towers of one row."""
+    num_rows = rows[0].shape[0]
+    run = lambda *given: outputs(given[0], Tower(*given[1]), given[2])
+    try:
+        make = jax.make_jaxpr(run, axis_env=axis_of(num_rows))
+        program = make(row_shapes(rows, 1), [jnp.int32(n) for n in (0, 1, num_rows)], others)
+    except Exception:  # of the user's function; the call itself reports it
+        return []
+    return [shape for shape in shapes_of_constants(program) if shape[:1] == (num_rows,)]
 
 
 def _once_for_each_cause(problems: Sequence[Problem]) -> list[Problem]:

@@ -39,7 +39,8 @@ WRITTEN = {"scatter": (0, 2), "scatter-add": (0, 2), "dynamic_update_slice": (0,
 # They hold rows, or one of their elements, in a value without an axis of rows.
 HOLDS = {
     "approx_top_k", "concatenate", "dynamic_slice", "dynamic_update_slice", "gather", "reduce_max",
-    "reduce_min", "scatter", "slice", "stack", "top_k", "unstack",
+    "reduce_min", "reduce_window_max", "reduce_window_min", "scatter", "scatter-max", "scatter-min",
+    "slice", "stack", "top_k", "unstack",
 }  # fmt: skip
 SCATTERS = (
     "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max",
@@ -62,7 +63,9 @@ BENDS = {
 }  # fmt: skip
 # What they make of all rows is no mean of theirs. Whether any or all rows are something is left
 # out: mostly it is whether all are finite.
-DECIDES = {"reduce_prod", "argmax", "argmin", "svd", "qr"}
+DECIDES = {
+    "reduce_prod", "argmax", "argmin", "svd", "qr", "reduce", "reduce_window", "scatter-mul",
+}  # fmt: skip
 # So is what is divided by such a mean: the number of the input that divides.
 DIVISORS = {"div": 1, "triangular_solve": 0}
 # Of BENDS, what normalising rows does with no statistic of theirs.

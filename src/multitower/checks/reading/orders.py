@@ -44,6 +44,9 @@ def _sorted(equation: Any, inputs: list[Flow], plain: _Plain, reader: Reader) ->
     """Sorts rows together with their numbers, as `argsort` does; or an order, which undoes it."""
     keys, numbers = inputs[0], [flow.word == "free" and flow.is_index for flow in inputs]
     along = equation.params["dimension"] in reader.row_axes(equation.invars[0])
+    if along and keys.is_drawn and not keys.sources and not any(flow.order for flow in inputs):
+        own = replace(plain(inputs), mixed=all_places(inputs), roots=roots_of(inputs, None))
+        return [own] * len(inputs)  # jax.random.permutation(key, x): rows that meet at random
     if not along or not any(numbers) or any(flow.order for flow in inputs[1:]):
         return None
     if keys.order is not None and keys.order.what != "numbers":
