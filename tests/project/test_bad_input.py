@@ -453,6 +453,11 @@ WRONG = {
         mt.OutputError,
         r"the loss has shape \(5, 2, 3\) for 2 rows.*e\.g\. loss\.mean\(axis=\(0, 2\)\)\.",
     ),
+    "targets from outside beside one row per tower": (
+        lambda: mt.grad(lambda w, x: x @ w - np.arange(len(X)), devices=2, towers=len(X))(W, X),
+        mt.OutputError,
+        r"shape \(10,\) for 1 rows.*no argument, such as targets .* make it an argument\.",
+    ),
     "a complex loss": (lambda: grads(lambda w, x: x[:, 0] * 1j), mt.OutputError, "complex.*real"),
     "an integer loss": (
         lambda: step(lambda w, x: jnp.argmax(x, 1)),

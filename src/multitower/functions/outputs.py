@@ -39,6 +39,11 @@ def is_per_example(loss: Any, tower_rows: int) -> bool:
                 f" A prediction of shape ({tower_rows}, 1) minus a target of shape ({tower_rows},) "
                 "also has this shape, every row with every other: then take prediction[:, 0]."
             )
+        elif tower_rows == 1:
+            hint = (
+                " An array with one entry per row of the batch that is no argument, such as targets "
+                "that the function closes over, also gives this shape: make it an argument."
+            )
         raise OutputError(
             f"the loss has shape {loss.shape} for {tower_rows} rows: return the loss of every "
             f"example, shape ({tower_rows},), or their mean, shape (). If a row has several terms, "
