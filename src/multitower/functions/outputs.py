@@ -41,8 +41,8 @@ def is_per_example(loss: Any, tower_rows: int) -> bool:
             )
         elif tower_rows == 1:
             hint = (
-                " An array with one entry per row of the batch that is no argument, such as targets "
-                "that the function closes over, also gives this shape: make it an argument."
+                " An array with one entry per row of the batch that is no argument, such as "
+                "targets that the function closes over, also gives this shape: make it an argument."
             )
         raise OutputError(
             f"the loss has shape {loss.shape} for {tower_rows} rows: return the loss of every "
