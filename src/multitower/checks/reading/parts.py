@@ -91,9 +91,9 @@ def _are_alike(terms: _Terms) -> bool:
     sums: dict[int, dict[int, float]] = {term.chunk: {} for term in terms}
     for chunk, made, factor in terms:
         sums[chunk][made] = sums[chunk].get(made, 0.0) + factor
-    first, *others = sums.values()
+    first, *others = ({made: n for made, n in one.items() if n} for one in sums.values())
     are_near = lambda one, made: math.isclose(one[made], first[made], rel_tol=_SMALL)
-    return len(others) > 0 and all(
+    return (len(others) > 0 or not first) and all(
         one.keys() == first.keys() and all(are_near(one, made) for made in first) for one in others
     )
 
@@ -126,7 +126,7 @@ class _Reader:
         return [self._result(equation, given, n) for n in range(len(equation.outvars))]
 
     def _result(self, equation: Any, given: list[_Part], number: int) -> _Part:
-        name, out = equation.primitive.name, equation.outvars[number].aval
+        name = equation.primitive.name
         taken = self._taken(equation, given, number)
         if taken is not None:
             return taken
@@ -137,10 +137,12 @@ class _Reader:
                 moved(equation, n, one.axis) for n, one in enumerate(given) if one.axis is not None
             ]
             axis = next((one for one in moves if one is not None), None)
-        is_drawn = name in operations.DRAWS or any(one.is_drawn for one in given) or is_key(out)
+        is_drawn = name in operations.DRAWS or any(one.is_drawn for one in given)
         has_chunk = any(one.terms or one.axis is not None for one in given)
-        drawn = self.number("drawn", str(out)) if is_drawn and not has_chunk else None
-        made = self._made(equation, given, number) if drawn is None else drawn
+        if is_drawn and not has_chunk:
+            made = self.number("drawn", str(equation.outvars[number].aval))
+        else:
+            made = self._made(equation, given, number)
         terms, place = self._terms(equation, given, made)
         value = computed(equation, [one.value for one in given])
         return _Part(made, axis, terms, place, is_drawn, value)
