@@ -171,6 +171,7 @@ def test_small_arrays_stay_constants():
     assert not isinstance(program, Holding)
 
 
+@pytest.mark.slow
 def test_a_plan_counts_them():
     # The lie: frozen weights take no memory.
     with_them, _, _ = make_losses(TEACHER, cuts=True)

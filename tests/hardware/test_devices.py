@@ -52,6 +52,7 @@ print(os.environ["NPROC"], os.environ.get("XLA_FLAGS"))
 """
 
 
+@pytest.mark.slow
 def test_the_thread_pool_has_the_same_size_for_every_device_count():
     """Trap: the last bits of XLA's CPU kernels depend on NPROC."""
     found = {run_fork("-c", CONFIGURED.format(count=count)) for count in (1, 16)}

@@ -207,11 +207,11 @@ def test_a_convolution_and_its_gradients_are_xlas():
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("digits", {}),
-        ("mnist", {}),
         ("mnist", {"model": "lenet5"}),
-        pytest.param("cifar10", {}, marks=pytest.mark.slow),
-        pytest.param("cifar10-resnet20", {}, marks=pytest.mark.slow),
+        *(
+            pytest.param(name, {}, marks=pytest.mark.slow)
+            for name in ("digits", "mnist", "cifar10", "cifar10-resnet20")
+        ),
     ],
 )
 def test_a_recipe_takes_mixed_precision(name, options):
