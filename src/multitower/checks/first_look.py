@@ -147,8 +147,8 @@ def look(
         reader = functools.partial(_read_in_groups, real_rows=real_rows)
         first = reader(outputs, rows, others)
     if first is None and real_rows == 1 < rows[0].shape[0]:
-        shapes = [*map(jnp.shape, beside_one_row), *_constants_of_all_rows(outputs, rows, others)]
-        if shapes:
+        named_here = [jnp.shape(one) for one in beside_one_row]
+        if shapes := named_here or _constants_of_all_rows(outputs, rows, others):
             warn(WHOLE_BESIDE_ONE_ROW.format(shape=shapes[0]))
     if first is None:
         return ""  # it needs a fixed number of rows, or has a mistake that the call itself reports

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from multitower.engines.segments import compute
+from multitower.engines.segments import compute, is_ref
 from multitower.towers.leaves import shape_of
 
 
@@ -46,7 +46,7 @@ def _changes(equation: Any) -> bool:
 
 def _has_refs(program: Any) -> bool:
     """Whether a program takes a `jax.new_ref`, as a Pallas kernel does: it stays as it is."""
-    return any(type(one.aval).__name__ == "AbstractRef" for one in program.invars)
+    return any(map(is_ref, program.invars))
 
 
 def _is_unsortable(equation: Any) -> bool:

@@ -267,6 +267,11 @@ def _segment(program: Program, steps: list[Step], needed: set[int]) -> Segment:
     return Segment(tuple(steps), tuple(inputs), tuple(sorted(made & needed)), consts)
 
 
+def is_ref(atom: Any) -> bool:
+    """Whether an input or a result of an equation is a reference, as `jax.new_ref` makes it."""
+    return type(atom.aval).__name__ == "AbstractRef"
+
+
 def _refuse_refs_among(numbers: Sequence[Any], step: Step) -> None:
     """Refuses a step that makes, reads or writes a `jax.new_ref` which other parts use, too.
 
@@ -275,7 +280,7 @@ def _refuse_refs_among(numbers: Sequence[Any], step: Step) -> None:
     """
     of_step, equation = [*step.inputs, *step.outputs], step.equation
     for number, atom in zip(of_step, [*equation.invars, *equation.outvars], strict=True):
-        if type(atom.aval).__name__ == "AbstractRef" and number in numbers:
+        if is_ref(atom) and number in numbers:
             line = line_of(equation)
             raise ArgumentError(
                 f"a jax.new_ref is used{f' at {line}' if line else ''}, and this program is cut "
