@@ -823,6 +823,19 @@ def test_a_loss_in_chunks(of_chunks, said):
         look_at(mt.grad(loss, devices=2), X)
 
 
+def test_a_loss_in_chunks_of_many_rows():
+    # The lie: a loss that takes 64, 128 ... rows, and no other number, is not looked at.
+    def loss(w, x):
+        chunks = x.reshape(-1, 64, 3)
+        return jax.lax.map(lambda rows: losses(w, rows), chunks).reshape(-1)
+
+    many = np.tile(X, (16, 1))[:128]
+    look_at(mt.grad(loss, devices=2), many)  # warnings are errors
+    compared = lambda w, x: loss(w, x) * (x[:, 0] - x[:, 0].mean())
+    with pytest.warns(mt.MultitowerWarning, match=r"loss \(.*\): rows are brought together"):
+        look_at(mt.grad(compared, devices=2), many)
+
+
 def test_a_checkpoint_in_a_loop_over_rows_only_adds_them_up():
     # The lie: jax.checkpoint around the body of a loop brings the rows together.
     def loss(w, x):
@@ -1203,11 +1216,32 @@ def a_masked_mean_on_the_line_of_the_state(w, x, *, model_state):
     # fmt: on
 
 
+def the_load_of_experts(w, x, *, model_state):
+    """Experts of a mixture should get as many rows each (Fedus et al. 2021)."""
+    gates = jax.nn.softmax(x * w)
+    load, share = jax.nn.one_hot(gates.argmax(-1), 3).mean(0), gates.mean(0)
+    kept = 0.9 * model_state + 0.1 * (load + share)
+    return losses(w, x) + 3 * (load * share).sum(), {}, kept
+
+
+def a_mean_beside_the_running_mean(w, x, *, model_state):
+    running = 0.9 * model_state + 0.1 * (x * w).mean(0)
+    return losses(w, x) + ((running - 1) ** 2).sum(), {}, running
+
+
+def a_product_of_means(w, x, *, model_state):
+    first, last = (x * w).mean(0), (x**2).mean(0)
+    return losses(w, x) + first @ last, {}, 0.9 * model_state + first + last
+
+
 @pytest.mark.parametrize(
     "loss",
     [
         divided_by_their_running_means,
         entropy_of_the_mean,
+        the_load_of_experts,
+        pytest.param(a_mean_beside_the_running_mean, marks=pytest.mark.slow),
+        pytest.param(a_product_of_means, marks=pytest.mark.slow),
         pytest.param(rows_divided_by_the_mean, marks=pytest.mark.slow),
         a_masked_mean_on_the_line_of_the_state,
     ],
@@ -1289,6 +1323,24 @@ def test_a_state_that_counts_the_rows_of_a_tower_is_told():
     said = r"model_state\[0\] and model_state\[1\] \(add .*seen \+ rows\): it depends on the number"
     with pytest.warns(mt.MultitowerWarning, match=said):
         state_after(moments, (jnp.float32(1), jnp.zeros(3)))
+    elements = lambda w, x, *, model_state: (losses(w, x), {}, model_state + x.size)
+    with pytest.warns(mt.MultitowerWarning, match=r"model_state \(add .*\): it depends on the num"):
+        state_after(elements, jnp.int32(0))
+
+
+def test_a_place_in_a_buffer_that_moves_by_the_rows_of_a_tower_is_told():
+    """Lie: the next rows are written over those of this step, as the place has hardly moved."""
+
+    def loss(rows, w, x, *, model_state):
+        buffer, place = model_state
+        new = mt.all_rows(x)
+        buffer = jax.lax.dynamic_update_slice_in_dim(buffer, new, place, 0)
+        return losses(w, x), {}, (buffer, (place + len(rows(x))) % len(buffer))
+
+    before = jnp.zeros((4096, 3)), jnp.int32(0)
+    with pytest.warns(mt.MultitowerWarning, match=r"model_state\[1\] \(.*: it depends on the num"):
+        state_after(functools.partial(loss, lambda x: x), before)
+    assert state_after(functools.partial(loss, mt.all_rows), before)[1] == len(X)  # as it says
 
 
 @pytest.mark.parametrize(

@@ -349,9 +349,11 @@ def _read_in_groups(
     """
     times = math.gcd(rows[0].shape[0], _GROUPS)
     read_some = functools.partial(read_tower, real_rows=real_rows, again=again)
-    found = read_some(outputs, rows, others, times=times)
-    if found is None:  # halves of three rows, z[:1] and z[1:], broadcast; those of 3 x 211 do not
-        found = read_some(outputs, rows, others, times=2 * times)
+    # Halves of three rows, z[:1] and z[1:], broadcast; those of 3 x 211 do not. Groups of 64 rows
+    # are whole in as many rows as a tower has.
+    found = None
+    for number in dict.fromkeys((times, 2 * times, max(real_rows, 1))):
+        found = found or read_some(outputs, rows, others, times=number)
     if found is None:
         return None
     reading, results = found

@@ -100,7 +100,8 @@ class Flow:
         bent: for a mixed value, the operation that made it of sums over rows, and its line, if the
             mean over towers of such values is another number; but a variance is meant.
         no_norm: the operation that used a sum over rows as normalising rows does not, on the way to
-            this value, and its line: its logarithm, a quotient of two, or rows divided by a mean.
+            this value, and its line: its logarithm, a quotient of two, rows divided by a mean, or
+            products of two, added up over features.
         order: the order that its rows are in, if they were sorted or laid out; see `orders`.
         chunk: the number of the chunk whose rows it has, `Chunks` for all of them, or
             SUM_OF_CHUNKS, if the rows were laid out in chunks; see `chunks`.

@@ -45,6 +45,8 @@ HOLDS = {
 SCATTERS = (
     "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max",
 )  # fmt: skip
+# They add up along axes, or products along them.
+ADD_UP = ("reduce_sum", "dot_general")
 # They find a place by its numbers: the inputs that are no such numbers.
 FINDS = {
     "gather": (0,), "dynamic_slice": (0,), "dynamic_update_slice": (0, 1),

@@ -54,6 +54,8 @@ def _is_among_neighbours(equation: Any, inputs: Sequence[Flow], reader: Reader) 
     if np.ndim(size) > 0 or not size:
         return True  # it is not known
     times = [out.aval.shape[axis] // reader.num_rows for axis in reader.row_axes(out)]
+    if not times and not inputs[0].is_index:
+        return False  # the next place in a buffer, (place + len(x)) % 4096
     return all(number * reader.real_rows % size == 0 for number in times)
 
 
@@ -95,17 +97,26 @@ def _cut_to_rows(equation: Any, inputs: Sequence[Flow], reader: Reader) -> bool:
 
 
 def _counts_on(equation: Any, inputs: Sequence[Flow], reader: Reader) -> bool:
-    """Whether it adds the number of rows to a number that every tower has, `seen + len(x)`."""
+    """Whether it adds the number of rows to a number that every tower has, `seen + len(x)`.
+
+    So does `seen + x.size`.
+    """
     if equation.primitive.name not in ("add", "sub"):
         return False
-    counts = {reader.num_rows, *reader.made.multiples}
-    others = [flow for flow in inputs if np.ndim(flow.value) or _number(flow) not in counts]
+    others = [flow for flow in inputs if np.ndim(flow.value) or not _is_count(flow, reader)]
     is_number = lambda flow: flow.is_steady and not (flow.varies or flow.is_drawn)
     return len(others) == 1 and is_number(others[0])
 
 
-def _number(flow: Flow) -> float | None:
-    return None if flow.value is None else float(np.real(flow.value))
+def _is_count(flow: Flow, reader: Reader) -> bool:
+    """Whether it is a constant that is the number of rows of a tower, or a multiple of it."""
+    if flow.value is None:
+        return False
+    number = float(np.real(flow.value))
+    if number in reader.made.multiples:
+        return True
+    is_of_all = reader.all_rows and number % reader.all_rows == 0
+    return number > 0 and number % reader.num_rows == 0 and not is_of_all
 
 
 def _finds_rows(equation: Any, reader: Reader) -> bool:

@@ -339,6 +339,7 @@ class _Reader:
         divisor = operations.DIVISORS.get(name)
         if divisor is None:
             is_now = name in operations.BENDS_NO_NORM and are_sums[0]
+            is_now |= _adds_products_up(equation, words)
         else:
             is_bent = words[divisor] == "mixed" and inputs[divisor].bent is not None
             is_now = words[divisor] == "linear" or (is_bent and are_sums[1 - divisor])
@@ -440,6 +441,19 @@ class _Reader:
     def row_axes(self, atom: Any) -> list[int]:
         """The axes of rows of a value."""
         return row_axes(getattr(atom.aval, "shape", ()), self.num_rows, self.all_rows)
+
+
+def _adds_products_up(equation: Any, words: Sequence[str]) -> bool:
+    """Whether products of sums over rows are added up, as in a penalty on an uneven load.
+
+    Normalising rows takes the statistics of each feature for themselves.
+    """
+    are_sums = [word in ("linear", "mixed") for word in words]
+    if equation.primitive.name not in operations.ADD_UP or not all(are_sums):
+        return False
+    (made,) = equation.outvars
+    has_fewer_axes = all(made.aval.ndim < atom.aval.ndim for atom in equation.invars)
+    return has_fewer_axes and (len(words) > 1 or words[0] == "mixed")
 
 
 def _summed(name: str, inputs: list[Flow]) -> str | None:
