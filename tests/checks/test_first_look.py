@@ -836,6 +836,23 @@ def test_a_loss_in_chunks_of_many_rows():
         look_at(mt.grad(compared, devices=2), many)
 
 
+def adding_chunks_up(w, x):
+    add = lambda total, rows: (total + losses(w, rows).sum(), None)
+    return jax.lax.scan(add, 0.0, x.reshape(-1, 32, 3))[0]
+
+
+def test_a_sum_over_chunks_or_pairs_of_rows_is_told():
+    """Lie: a sum over 128 rows, in chunks of 32 or over pairs that are neighbours, is a mean."""
+    many = np.tile(X, (16, 1))
+    mean = lambda w, x: adding_chunks_up(w, x) / len(x)
+    look_at(mt.grad(mean, devices=2), many)  # warnings are errors
+    prefer = lambda w, x: -jax.nn.log_sigmoid((x @ w)[0::2] - (x @ w)[1::2])  # Rafailov et al. 2023
+    look_at(mt.grad(lambda w, x: prefer(w, x).mean(), devices=2), many)
+    for wrong in (lambda w, x: adding_chunks_up(w, x) / 128, lambda w, x: prefer(w, x).sum()):
+        with pytest.warns(mt.MultitowerWarning, match=r"loss \(.*\): it is a sum over rows"):
+            look_at(mt.grad(wrong, devices=2), many)
+
+
 def test_a_checkpoint_in_a_loop_over_rows_only_adds_them_up():
     # The lie: jax.checkpoint around the body of a loop brings the rows together.
     def loss(w, x):
@@ -1365,6 +1382,9 @@ def test_a_state_that_counts_calls_or_the_rows_of_the_batch_is_not_told():
     assert state_after(calls, jnp.int32(0)) == 1
     of_all = lambda w, x, *, model_state: (losses(w, x), {}, model_state + len(mt.all_rows(x)))
     assert state_after(of_all, jnp.int32(0)) == len(X)
+    by_size = lambda x: float(len(x) * jax.lax.axis_size("towers"))
+    of_sizes = lambda w, x, *, model_state: (losses(w, x), {}, model_state + by_size(x))
+    assert state_after(of_sizes, jnp.float32(0)) == len(X)
     thousands = lambda x: jax.lax.psum(len(x), "towers") / 1000
     kept = lambda w, x, *, model_state: (losses(w, x), {}, model_state + thousands(x))
     np.testing.assert_allclose(state_after(kept, jnp.float32(0)), len(X) / 1000)

@@ -55,6 +55,10 @@ WRONG = {
     "labels by vmap": of_a_class_by_vmap,
     "in a table": lambda w, x: losses(w, x) * TABLE[jnp.arange(len(x))],
     "over towers": lambda w, x: losses(w, jax.lax.pmean(x + jnp.arange(len(x))[:, None], "towers")),
+    "a place in a scan": lambda w, x: jax.lax.scan(
+        lambda total, one: (total + losses(w, one[0]) * (one[1] % 3), None),
+        0.0, (x, jnp.arange(len(x))),
+    )[0] / len(x),
     "in groups that are cut": lambda w, x: losses(w, x) * (jnp.arange(len(x)) % 8 == 0),
     "groups of NumPy that are cut": lambda w, x: losses(w, x) * (np.arange(len(x)) % 8 == 0),
     "a mask of NumPy": lambda w, x: losses(w, x) * (np.arange(len(x)) < 5),

@@ -1,5 +1,6 @@
 """make_parallel: law L1, and where the law has to say no."""
 
+import dataclasses
 import warnings
 
 import jax
@@ -34,6 +35,34 @@ def mixed(batch, *, bias=0.0):
     flag, number = batch["pair"]
     scaled = batch["factor"] * batch["x"] + jnp.asarray(bias)[..., None]
     return {"y": scaled, "rest": [flag, (number, None)]}, number[:, None] % 2
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Noted:
+    """As probability distributions do: what it notes beside its array is not put together."""
+
+    array: jax.Array
+    note: object = dataclasses.field(metadata={"static": True})
+
+
+def test_a_result_that_notes_its_number_of_rows_is_refused():
+    """Lie: a distribution over 12 rows that says it has 3, so that its samples repeat."""
+    x = np.arange(12, dtype=np.float32)
+    noting = lambda x: Noted(x, len(x))
+    losses = lambda w, x: ((x * w) ** 2, noting(x))
+    said = "(result|aux) keeps the number of its rows beside its arrays.* it would say 3 rows"
+    for towers in (None, 4):
+        where = {"devices": 4, "towers": towers}
+        with pytest.raises(mt.OutputError, match=said):
+            mt.make_parallel(noting, **where)(x)
+        with pytest.raises(mt.OutputError, match=said):
+            mt.value_and_grad(losses, has_aux=True, **where)(1.0, x)
+        with pytest.raises(mt.OutputError, match=said):
+            mt.make_parallel(lambda x: [x] * len(x), **where)(x)
+        # What is new at every call is no number of rows.
+        new = mt.make_parallel(lambda x: Noted(2 * x, lambda: None), **where)(x)
+        assert_equal(new.array, 2 * x)
 
 
 @pytest.mark.parametrize("towers", [None, 4])
@@ -396,7 +425,7 @@ def test_labels_in_a_list(numbers):
     """Lie: each number is shared, and the loss broadcasts all labels over a tower's rows."""
     x = np.arange(4.0)
     loss = lambda w, x, y: (w * x - jnp.asarray(y).reshape(-1)[: x.shape[0]]) ** 2
-    said = f"is a {type(numbers).__name__} of 4 numbers"
+    said = f"is a {type(numbers).__name__} of 4 (numbers|lists)"
     with pytest.raises(mt.ArgumentError, match=rf"^y {said}.*numpy.asarray"):
         mt.grad(loss, devices=2)(1.0, x, numbers)
     step = mt.train_step(lambda w, batch: loss(w, **batch), optax.sgd(0.1), devices=2)

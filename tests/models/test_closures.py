@@ -41,6 +41,24 @@ def make(array, static=1, log=None):
     return outer
 
 
+class Proxy:
+    """Stands for an object that there is not yet, as the proxies of web frameworks do."""
+
+    __slots__ = ("kept",)
+
+    def __getattr__(self, name):
+        raise RuntimeError(f"there is no {name} yet")
+
+
+def test_an_object_that_raises_at_any_attribute():
+    # The lie: to compare what a loss closes over, all of it must be there.
+    config = types.SimpleNamespace(scale=2.0, request=Proxy())
+    losses = lambda w, x: (getattr(config, "scale") * w * x) ** 2  # noqa: B009 (so all of it counts)
+    value = mt.value_and_grad(losses, devices=2)
+    assert float(value(1.0, X)[0]) == float(np.mean(4 * X**2))
+    assert float(jax.jit(value)(1.0, X)[0]) == float(np.mean(4 * X**2))
+
+
 def test_opened_and_closed_it_is_the_same_function():
     opened, contents = open_function(make(jnp.float32(3)), ())
     assert [float(array) for array in contents.arrays] == [3.0]
@@ -240,7 +258,7 @@ def test_rows_that_are_an_attribute_are_told_of_without_our_own_names():
 
     for loss in (Loss().of, Loss()):
         with pytest.raises(
-            mt.ArgumentError, match=r"closes over nothing.*self\.batch, is no variab"
+            mt.ArgumentError, match=r"closes over nothing.*jax.jit.*self\.batch, is no variab"
         ):
             mt.grad(loss, in_axes={"batch": 0})(1.0)
     partial = functools.partial(lambda w, x: (w * x).mean(), x=X)

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+import scipy.sparse
 from flax import nnx
 from flax.training import train_state as linen_state
 
@@ -311,6 +312,16 @@ WRONG = {
         lambda: grads(lambda w, batch: losses(w, batch["x"]), W, {"x": X, "hit": [True] * 10}),
         mt.ArgumentError,
         r"batch\['hit'\]\[0\] is True \(bool\), in a list.*in_axes=\(None, {'hit': None, 'x': 0}\)",
+    ),
+    "a list of lists for rows": (
+        lambda: grads(lambda w, batch: w, W, {"x": X, "pairs": [[1.0, 2.0]] * 10}),
+        mt.ArgumentError,
+        r"batch\['pairs'\] is a list of 10 lists.*in_axes=\(None, {'pairs': None, 'x': 0}\)\.",
+    ),
+    "a sparse matrix of scipy": (
+        lambda: grads(losses, W, scipy.sparse.csr_matrix(X)),
+        mt.ArgumentError,
+        r"is a csr_matrix of scipy.*toarray\(\)",
     ),
     "a flag to differentiate": (
         lambda: grads(losses, {"w": W, "on": True}),

@@ -313,8 +313,10 @@ def _with_chunks(reading: Reading, chunks: Reading) -> Reading:
     operations_of = lambda flow: {operation_at(place) for place in flow.mixed}
     is_cut = lambda flow: operations_of(flow) == {"reshape"}
     is_known = lambda flow: not operations_of(flow) & {*FINDS, "slice"}  # it takes one chunk
+    is_of_pairs = lambda flow: flow.word == "mixed" and not flow.mixed  # z[0::2] - z[1::2]
+    is_better = lambda a, b: (is_cut(a) and is_known(b)) or (is_of_pairs(a) and b.is_sum)
     pairs = zip(reading.outputs, chunks.outputs, strict=True)
-    return reading._replace(outputs=[b if is_cut(a) and is_known(b) else a for a, b in pairs])
+    return reading._replace(outputs=[b if is_better(a, b) else a for a, b in pairs])
 
 
 def _with_parts(reading: Reading, kinds: list[str], program: Any, num_rows: int) -> Reading:

@@ -11,6 +11,12 @@ from multitower.errors import OutputError, warn
 from multitower.towers.leaves import is_key, row_shapes, wide_dtype
 from multitower.towers.rows import Tower
 
+_HOLDS_COUNT = (
+    "{name} keeps the number of its rows beside its arrays, such as the shape that a probability "
+    "distribution notes, or it is a list with an entry for each row. Put together from all towers "
+    "it would say {rows} rows, those of one tower. Return its arrays, and make it of all rows "
+    "outside of this function."
+)
 # What train_step itself puts into the metrics.
 _RESERVED = ("loss", "tower_losses", "finite_params", "skipped", "loss_scale", "staleness")
 
@@ -123,12 +129,13 @@ def find_row_leaves(
 
     Raises:
         OutputError: a leaf that can be neither averaged nor concatenated; the message names it.
+            Or `outputs` has the number of rows in its structure.
     """
     tower_rows = rows[0].shape[0]
     flat, _ = jax.tree_util.tree_flatten_with_path(outputs)
     more_rows, more = 0, None
     if any(leaf.ndim for _, leaf in flat):
-        more_rows, more = shapes_with_more_rows(outputs_of, rows, len(flat))
+        more_rows, more = shapes_with_more_rows(outputs_of, rows, outputs, name)
     verdicts: list[bool] = []
     for number, (path, leaf) in enumerate(flat):
         if number in skip:
@@ -255,27 +262,52 @@ def metric_name(path: Sequence[Any]) -> str:
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
 
 
+def _notes_rows(
+    outputs_of: Callable[[list[Any]], Any], rows: Sequence[Any], outputs: Any, more: Any
+) -> bool:
+    """Whether the structure of `outputs` has the number of rows in it: that of `more` is another.
+
+    A structure that is another one at every call, such as one that holds a new function, says
+    nothing.
+    """
+    structure = jax.tree.structure(outputs)
+    if jax.tree.structure(more) == structure:
+        return False
+    again = jax.eval_shape(outputs_of, row_shapes(rows, rows[0].shape[0]))
+    return jax.tree.structure(again) == structure
+
+
 def shapes_with_more_rows(
-    outputs_of: Callable[[list[Any]], Any], rows: Sequence[Any], num_leaves: int
+    outputs_of: Callable[[list[Any]], Any], rows: Sequence[Any], outputs: Any, name: str
 ) -> tuple[int, list[tuple[int, ...]] | None]:
     """A larger number of rows, and the shapes of all leaves with it; None if they are not known.
 
+    Args:
+        outputs_of: as for `find_row_leaves`.
+        rows: as for `find_row_leaves`.
+        outputs: as for `find_row_leaves`.
+        name: as for `find_row_leaves`.
+
     Raises:
         OutputError: with any more rows an mt.ratio has totals or weights of a wrong shape: they
-            are as many as a tower has rows by accident.
+            are as many as a tower has rows by accident. Or the structure of `outputs` has the
+            number of rows in it.
     """
     tower_rows = rows[0].shape[0]
     refused: list[OutputError] = []
     for num_rows in (tower_rows + 1, 2 * tower_rows):  # the second has whole groups of rows
         more = row_shapes(rows, num_rows)
         try:
-            leaves = jax.tree.leaves(jax.eval_shape(outputs_of, more))
+            found = jax.eval_shape(outputs_of, more)
         except OutputError as error:
             refused.append(error)
             continue
         except Exception:  # a number of rows is written into the function
             continue
-        known = len(leaves) == num_leaves
+        if _notes_rows(outputs_of, rows, outputs, found):
+            raise OutputError(_HOLDS_COUNT.format(name=name, rows=tower_rows))
+        leaves = jax.tree.leaves(found)
+        known = len(leaves) == len(jax.tree.leaves(outputs))
         return num_rows, [tuple(leaf.shape) for leaf in leaves] if known else None
     if len(refused) == 2:
         raise refused[0]

@@ -205,8 +205,7 @@ class _Parallel(NamedTuple):
             call = Call(*split.rebuild(shared.rest, rows, here))
             outputs, changed = call_tower(self.fn, call, here, tower_rows)
             outputs_of = lambda rows: self._outputs(split, shared.rest, rows, here)
-            num_leaves = jax.tree.structure(outputs).num_leaves
-            more_rows, more = shapes_with_more_rows(outputs_of, rows, num_leaves)
+            more_rows, more = shapes_with_more_rows(outputs_of, rows, outputs, "result")
             by_row, whole = self._sort_outputs(outputs, tower_rows, more_rows, more)
             first = {number: only_first(leaf, here) for number, leaf in whole.items()}
             return TowerResult(

@@ -117,9 +117,10 @@ def open_function(
     opened = opener.open(fun) if isinstance(fun, types.FunctionType) else fun
     for name in names:
         if name not in opener.rows:
-            there = ", ".join(variables_of(fun))
+            hidden = "nothing that shows (decorators other than jax.jit and jax.checkpoint hide it)"
+            there = ", ".join(variables_of(fun)) or hidden
             raise ArgumentError(
-                f"in_axes names {name!r}, and the function closes over {there or 'nothing'}. Name "
+                f"in_axes names {name!r}, and the function closes over {there}. Name "
                 "a variable that the function itself reads and that is none of its arguments; or "
                 "make it an argument and give each argument its axis: in_axes=(None, 0). (An "
                 "attribute, such as self.batch, is no variable.)"

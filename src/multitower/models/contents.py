@@ -24,6 +24,7 @@ from multitower.models.values import (
     attributes_of,
     closure_of,
     code_within,
+    dict_of,
     is_around_code,
     is_hashable,
     is_installed,
@@ -210,7 +211,7 @@ class Reader:
             is_own = not isinstance(value, types.ModuleType | type)
             if is_installed(value):
                 return self._of_installed(value, attributes[number:])
-            if is_own and not (is_plain and hasattr(value, "__dict__")):
+            if is_own and (not is_plain or dict_of(value) is None):
                 break
             found = inspect.getattr_static(value, name, _MISSING)
             if is_own and value.__dict__.get(name, _MISSING) is found is not _MISSING:
@@ -235,7 +236,7 @@ class Reader:
         found = value
         for name in attributes:
             is_final = isinstance(found, type | types.FunctionType)
-            found = _MISSING if is_final else getattr(found, "__dict__", {}).get(name, _MISSING)
+            found = _MISSING if is_final else (dict_of(found) or {}).get(name, _MISSING)
         is_setting = type(found) in _NUMBERS or isinstance(found, str)
         is_changing = isinstance(found, METHOD) and not is_value(found)
         return self.content(found if is_setting or is_changing else value)
@@ -289,7 +290,7 @@ class Reader:
         return self._same(member), self.code_of(attributes_of(member).values())
 
     def _instance(self, value: Any) -> Any:
-        is_hidden = isinstance(value, random.Random) or not hasattr(value, "__dict__")
+        is_hidden = isinstance(value, random.Random) or dict_of(value) is None
         if is_installed(type(value)) and is_hidden:
             raise UnknownDependencyError
         # It counts with all of its state or not at all: what has locks, such as a logger, notes in

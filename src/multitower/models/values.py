@@ -13,6 +13,7 @@ import sysconfig
 import types
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -175,12 +176,21 @@ def left_out_of(value: Any) -> list[Any]:
 
 def attributes_of(value: Any) -> dict[str, Any]:
     """All attributes of an object: those in its `__dict__`, and those in `__slots__`."""
-    held = dict(getattr(value, "__dict__", {}))
+    held = dict(dict_of(value) or {})
     for cls in type(value).__mro__:
         for name, member in vars(cls).items():
-            if isinstance(member, types.MemberDescriptorType) and hasattr(value, name):
-                held[name] = getattr(value, name)
+            if isinstance(member, types.MemberDescriptorType):
+                with suppress(AttributeError):  # nothing is in it yet
+                    held[name] = member.__get__(value)
     return held
+
+
+def dict_of(value: Any) -> Mapping[str, Any] | None:
+    """The `__dict__` of an object, if it has one."""
+    try:
+        return getattr(value, "__dict__", None)
+    except Exception:  # a user's own `__getattr__` may raise anything, as proxies do
+        return None
 
 
 def _held_by(value: Any) -> Iterable[Any]:

@@ -61,11 +61,14 @@ def refuse_numbers_for_rows(
     for path, sub in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_list)[0]:
         num_leaves = jax.tree.structure(sub).num_leaves
         if is_list(sub) and None not in axes[number : number + num_leaves]:
+            what = "lists" if any(map(_is_plain_list, sub)) else "numbers"
+            is_named = isinstance(name, str)
+            whole = taken_out_of(name) if is_named else name.whole([path], tree, given_axes)
             raise ArgumentError(
-                f"{name_of(path, name)} is a {type(sub).__name__} of {num_rows} numbers, and the "
+                f"{name_of(path, name)} is a {type(sub).__name__} of {num_rows} {what}, and the "
                 f"batch has {num_rows} rows: every tower would get all of them. Pass an array, "
                 "numpy.asarray(...), to cut them into towers. If every tower needs all of them: "
-                f"{whole_of(tree, number, name, given_axes)}."
+                f"{whole}."
             )
         number += num_leaves
 
@@ -107,6 +110,11 @@ def refuse_what_is_no_array(leaf: Any, where: Callable[[], str]) -> None:
         raise ArgumentError(
             f"{where()} is LazyRows, which have not been read: give them to mt.prefetch or "
             "mt.shard, with the same towers= and devices=, and pass the result to the function."
+        )
+    if type(leaf).__module__.startswith("scipy.sparse"):
+        raise ArgumentError(
+            f"{where()} is a {type(leaf).__name__} of scipy, and JAX takes no such arrays. Pass "
+            "its .toarray(), or an array of its entries for each row."
         )
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
         refuse_mapping(leaf, where)

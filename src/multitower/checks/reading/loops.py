@@ -1,5 +1,6 @@
 """Loops and branches: what becomes of rows where a program runs other programs."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, Protocol
@@ -39,6 +40,7 @@ class Reader(Protocol):
     tower_rows: int
     real_rows: int
     all_rows: int
+    num_towers: int
     made: Changing
 
     def run(self, program: Any, inputs: Sequence[Flow]) -> list[Flow]:
@@ -165,6 +167,12 @@ def _scan_chunks(
             else replace(flow, mixed=all_places([flow], [place]), roots=roots_of([flow], place))
             for flow in outputs
         ]
+    place, carried = reader.where(equation), zip(adds, equation.outvars, strict=False)
+    are_totals = [only_adds and not atom.aval.shape for only_adds, atom in carried]
+    outputs = [
+        _sum_of_turns(flow, place) if is_total and flow.word == "by row" else flow
+        for is_total, flow in itertools.zip_longest(are_totals, outputs)
+    ]
     stacked = [atom.aval.shape for atom in equation.outvars[len(adds) :]]
     is_by_row = [shape[1:] and shape[0] * shape[1] == reader.tower_rows for shape in stacked]
     of_all = [Chunks(0, 1) if is_whole else None for is_whole in is_by_row]

@@ -48,15 +48,16 @@ def placed(equation: Any, word: Word, inputs: Sequence[Flow], reader: Reader) ->
 
 def _is_among_neighbours(equation: Any, inputs: Sequence[Flow], reader: Reader) -> bool:
     """Whether it is a place in a group of rows that is the same in the tower and in the batch."""
-    if equation.primitive.name != "rem" or inputs[1].value == reader.num_rows:
+    if equation.primitive.name != "rem":
         return False
     size, (out,) = inputs[1].value, equation.outvars
-    if np.ndim(size) > 0 or not size:
+    sizes = np.ravel(0 if size is None else size)
+    if not sizes.all():
         return True  # it is not known
+    if (sizes == reader.num_rows).any():
+        return False
     times = [out.aval.shape[axis] // reader.num_rows for axis in reader.row_axes(out)]
-    if not times and not inputs[0].is_index:
-        return False  # the next place in a buffer, (place + len(x)) % 4096
-    return all(number * reader.real_rows % size == 0 for number in times)
+    return all((number * reader.real_rows % sizes == 0).all() for number in times or [1])
 
 
 def _makes_places(equation: Any, reader: Reader) -> bool:
@@ -115,7 +116,8 @@ def _is_count(flow: Flow, reader: Reader) -> bool:
     number = float(np.real(flow.value))
     if number in reader.made.multiples:
         return True
-    is_of_all = reader.all_rows and number % reader.all_rows == 0
+    of_all = reader.num_rows * reader.num_towers
+    is_of_all = of_all > 0 and number % of_all == 0
     return number > 0 and number % reader.num_rows == 0 and not is_of_all
 
 

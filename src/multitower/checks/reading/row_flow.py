@@ -145,7 +145,7 @@ class _Reader:
         whole = num_rows * num_towers
         numbers = num_rows, batch_rows, num_towers, num_groups, real_rows
         self._anew = lambda: _Reader(*numbers, made=made, meets=meets)
-        self._num_towers = num_towers
+        self.num_towers = num_towers
         self._is_of_rule = False  # a rule may call its function again: it is not read twice
         self.num_rows = num_rows
         self.real_rows = real_rows
@@ -257,7 +257,7 @@ class _Reader:
             reader._calls, reader._is_of_rule = self._calls, True
             return reader.run(program, flows)
 
-        place = backward_mixing(equation, inputs, results, self._num_towers, read)
+        place = backward_mixing(equation, inputs, results, self.num_towers, read)
         if place is not None:
             self.backward.append(place)
 
