@@ -836,6 +836,25 @@ def test_a_loss_in_chunks_of_many_rows():
         look_at(mt.grad(compared, devices=2), many)
 
 
+def test_a_loss_of_fixed_rows_is_told_where_it_is_wrong_or_right():
+    # The lie: a loss that cannot be read brings no rows together.
+    alike = jnp.eye(8)  # for a batch of eight rows
+    loss = lambda w, x: -(alike[mt.row_index(x)] * ((x * w) @ mt.all_rows(x).T)).sum(1) + x.std()
+    with pytest.warns(mt.MultitowerWarning, match="without a look.*takes the 4 rows of a tower"):
+        mt.grad(loss, devices=2)(W, X)
+    with pytest.raises(TypeError):  # a mistake is told once
+        mt.grad(lambda w, x: losses(w, x) + jnp.ones(7), devices=2)(W, X)
+
+
+def test_a_loss_that_sends_rows_to_each_tower_is_read():
+    # The lie: a loss for two towers cannot be read with eleven, and so it is right.
+    sent = lambda w, x: jax.lax.all_to_all(x * w, "towers", 0, 1, tiled=True)
+    right = lambda w, x: (sent(w, x) ** 2).mean()
+    look_at(mt.grad(right, devices=2), X)  # warnings are errors
+    with pytest.warns(mt.MultitowerWarning, match=r"loss \(.*\): rows are brought together"):
+        look_at(mt.grad(lambda w, x: right(w, x) + (x * w).std(), devices=2), X)
+
+
 def adding_chunks_up(w, x):
     add = lambda total, rows: (total + losses(w, rows).sum(), None)
     return jax.lax.scan(add, 0.0, x.reshape(-1, 32, 3))[0]

@@ -101,9 +101,10 @@ TOGETHER = {
 }
 
 
-# The rows of a test's result are not those of the batch.
+# The rows of a test's result are not those of the batch; and some need as many rows as towers.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*rows are brought together:multitower.MultitowerWarning")
+@pytest.mark.filterwarnings("ignore:this function runs without a look")
 @pytest.mark.parametrize(
     "names",
     [
@@ -333,6 +334,7 @@ def test_one_nan_comes_of_many():
         np.testing.assert_array_equal(np.asarray(total).view(np.uint32), np.full(4, 0x7FC00000))
 
 
+@pytest.mark.filterwarnings("ignore:this function runs without a look")
 def test_negative_zeros_and_nans_arrive_as_they_are():
     """A sum in place of a move would make 0.0 of -0.0."""
     x = np.array([[-0.0], [0.0], [np.nan], [-0.0]], np.float32)

@@ -65,6 +65,7 @@ def test_fewer_rows_than_towers_and_a_tower_for_each_replica(num_rows):
                                                      rows[:, 0]))  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:this function runs without a look")
 def test_rows_and_constants_that_are_results_as_they_are():
     # The lie: what no stage computes comes from another tower, or as another result.
     net = lambda w, x: (mt.cut(x.reshape(3, 4) @ w) @ w, x, np.arange(3, dtype=np.int32))

@@ -83,6 +83,7 @@ def test_a_masked_loss_and_its_metrics(options):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:this function runs without a look")  # weights for fixed rows
 @pytest.mark.parametrize(
     ("num_towers", "options"),
     [

@@ -18,6 +18,7 @@ from multitower.checks.copies import writes_in
 from multitower.checks.equations import shapes_of_constants
 from multitower.checks.problems import (
     COUNTED_CALLS,
+    NOT_READ,
     OF_NO_ROW,
     WHOLE_BESIDE_ONE_ROW,
     Problem,
@@ -107,7 +108,8 @@ def look(
             a table is cut, the number of devices decides over how many rows BatchNorm works, a
             backward rule brings rows together, a parameter of a module is written into, a number is
             kept for the next call, rows are written into a jax.new_ref, all_rows or row_index is
-            called on one row, or out_axes=None takes what depends on rows from the first tower.
+            called on one row, or out_axes=None takes what depends on rows from the first tower. Or
+            the function takes no other number of rows than its own, so that nothing is known of it.
     """
 
     def problems(reading: Reading, results: Results) -> list[Problem]:
@@ -146,12 +148,9 @@ def look(
     if first is None:
         reader = functools.partial(_read_in_groups, real_rows=real_rows)
         first = reader(outputs, rows, others)
-    if first is None and real_rows == 1 < rows[0].shape[0]:
-        named_here = [jnp.shape(one) for one in beside_one_row]
-        if shapes := named_here or _constants_of_all_rows(outputs, rows, others):
-            warn(WHOLE_BESIDE_ONE_ROW.format(shape=shapes[0]))
     if first is None:
-        return ""  # it needs a fixed number of rows, or has a mistake that the call itself reports
+        _tell_what_is_not_read(outputs, rows, others, real_rows, beside_one_row)
+        return ""
     again = lambda: reader(outputs, rows, others, again=True)
     if names := surely(lambda _, results: results.of_no_row(real_rows), first, again):
         raise OutputError(OF_NO_ROW.format(what=names[0], rows=real_rows))
@@ -161,18 +160,31 @@ def look(
     return listed([*dict.fromkeys(first[1].counting_copies())])
 
 
-def _constants_of_all_rows(
-    outputs: _Outputs, rows: Sequence[Any], others: Any
-) -> list[tuple[int, ...]]:
-    """The shapes of constants with an entry for every row of the batch, for towers of one row."""
+def _tell_what_is_not_read(
+    outputs: _Outputs,
+    rows: Sequence[Any],
+    others: Any,
+    real_rows: int,
+    beside_one_row: Sequence[Any],
+) -> None:
+    """Warns of a function that takes no other number of rows than its own, so that none is read.
+
+    If it does not take that one either, it has a mistake, which the call itself reports.
+    """
     num_rows = rows[0].shape[0]
     run = lambda *given: outputs(given[0], Tower(*given[1]), given[2])
     try:
-        make = jax.make_jaxpr(run, axis_env=axis_of(num_rows))
-        program = make(row_shapes(rows, 1), [jnp.int32(n) for n in (0, 1, num_rows)], others)
-    except Exception:  # of the user's function; the call itself reports it
-        return []
-    return [shape for shape in shapes_of_constants(program) if shape[:1] == (num_rows,)]
+        make = jax.make_jaxpr(run, axis_env=axis_of(-(-num_rows // real_rows)))
+        numbers = [jnp.int32(n) for n in (0, real_rows, num_rows)]
+        program = make(row_shapes(rows, real_rows), numbers, others)
+    except Exception:
+        return
+    shapes = [jnp.shape(one) for one in beside_one_row] or shapes_of_constants(program)
+    whole = [shape for shape in shapes if real_rows == 1 and shape[:1] == (num_rows,)]
+    if whole and num_rows > 1:
+        warn(WHOLE_BESIDE_ONE_ROW.format(shape=whole[0]))
+    elif num_rows > real_rows > 1:  # one row meets no other
+        warn(NOT_READ.format(rows=real_rows))
 
 
 def _once_for_each_cause(problems: Sequence[Problem]) -> list[Problem]:
@@ -221,6 +233,7 @@ def read_tower(
     batch_rows: int = 0,
     real_rows: int = 0,
     times: int = 1,
+    num_towers: int = 0,
     most: int = 0,
     again: bool = False,
 ) -> Read | None:
@@ -233,6 +246,7 @@ def read_tower(
         batch_rows: as for `row_flow.read`.
         real_rows: as for `row_flow.read`.
         times: the number of rows will be a multiple of this.
+        num_towers: the number of towers; 0 for an unusual one.
         most: the number of rows will not be above this, unless it is 0.
         again: take another number of rows, and of towers, than the first time.
 
@@ -249,7 +263,8 @@ def read_tower(
         prime = unused_size(sizes, few) if few else unused_size(sizes)
         return prime, unused_size([*sizes, prime], _TOWERS)
 
-    prime, num_towers = unused([*sizes, *unused(sizes)]) if again else unused(sizes)
+    prime, unusual = unused([*sizes, *unused(sizes)]) if again else unused(sizes)
+    num_towers = num_towers or unusual
     if prime > most > 0:
         return None
     num_rows = times * prime
@@ -352,10 +367,11 @@ def _read_in_groups(
     times = math.gcd(rows[0].shape[0], _GROUPS)
     read_some = functools.partial(read_tower, real_rows=real_rows, again=again)
     # Halves of three rows, z[:1] and z[1:], broadcast; those of 3 x 211 do not. Groups of 64 rows
-    # are whole in as many rows as a tower has.
+    # are whole in as many rows as a tower has. Rows that go to tower 3 need four towers.
+    num_towers = -(-rows[0].shape[0] // real_rows)
     found = None
-    for number in dict.fromkeys((times, 2 * times, max(real_rows, 1))):
-        found = found or read_some(outputs, rows, others, times=number)
+    for number, towers in ((times, 0), (2 * times, 0), (real_rows, 0), (real_rows, num_towers)):
+        found = found or read_some(outputs, rows, others, times=number, num_towers=towers)
     if found is None:
         return None
     reading, results = found

@@ -280,6 +280,11 @@ OF_NO_ROW = (
     "every example, such as error.mean(axis=1) and not error.mean(axis=0); or, if the batch fills "
     "all towers evenly, the mean of all, loss.mean()."
 )
+NOT_READ = (
+    "this function runs without a look at what it does with rows: it takes the {rows} rows of a "
+    "tower and fails with other numbers of rows. If a number of rows is written into it, say "
+    "x.shape[0] there. mt.check_parallel compares its results with those of one device."
+)
 WHOLE_BESIDE_ONE_ROW = (
     "this function works with one row per tower and not with more, and it closes over an array of "
     "shape {shape}, with one entry per row of the batch. Every tower has the whole of that array, "

@@ -28,6 +28,7 @@ from multitower.models.values import (
     is_around_code,
     is_hashable,
     is_installed,
+    is_jitted,
     is_value,
     left_out_of,
     parts_of,
@@ -138,7 +139,7 @@ class Reader:
             return type(value), value
         if type(value) in (float, complex) or isinstance(value, np.generic):
             return type(value), repr(value)  # 0.0 and -0.0 are equal
-        if isinstance(value, jax.Array | jax.stages.Wrapped):
+        if isinstance(value, jax.Array) or is_jitted(value):
             return self._same(value)
         place = id(value), self._is_lenient
         if place in self._numbers:

@@ -48,7 +48,7 @@ def is_value(leaf: Any) -> bool:
     """Whether a value never changes: if it is equal to another one, it stays so."""
     if isinstance(leaf, METHOD):  # built-in ones too, such as `settings.get`
         return leaf.__self__ is None or is_value(leaf.__self__)
-    if isinstance(leaf, type | types.ModuleType | jax.stages.Wrapped):
+    if isinstance(leaf, type | types.ModuleType) or is_jitted(leaf):
         return True
     if isinstance(leaf, ContextVar | weakref.ReferenceType):  # what they give may change
         return False
@@ -57,6 +57,14 @@ def is_value(leaf: Any) -> bool:
     cls = type(leaf)
     is_equal_to_itself_alone = cls.__eq__ is object.__eq__ and not is_installed(cls)
     return cls.__hash__ is not object.__hash__ and not is_equal_to_itself_alone
+
+
+def is_jitted(value: Any) -> bool:
+    """Whether it is a function of `jax.jit`."""
+    try:
+        return isinstance(value, jax.stages.Wrapped)
+    except Exception:  # Python 3.11 asks for its attributes, and a proxy may raise anything
+        return False
 
 
 def is_hashable(value: Any) -> bool:
