@@ -1288,6 +1288,14 @@ def test_a_kept_mean_that_normalises_no_rows_is_told(loss):
         after_a_step(loss)
 
 
+def test_a_kept_mean_that_is_only_added_up_is_right():
+    def loss(w, x, *, model_state):
+        mean = (x * w).mean(0)
+        return losses(w, x) + mean.sum(), {}, 0.9 * model_state + 0.1 * mean
+
+    after_a_step(loss)  # warnings are errors here
+
+
 def test_statistics_that_a_scan_makes_are_meant():
     def loss(w, x, *, model_state):
         total, _ = jax.lax.scan(lambda total, row: (total + row, None), jnp.zeros(3), x)

@@ -55,6 +55,29 @@ def batches():
     return [Batch(x, x.sum(-1)) for x in X]
 
 
+class Converting:
+    """As no pytree should be made: it takes nothing but what becomes an array."""
+
+    def __init__(self, w):
+        self.w = jnp.asarray(w)
+
+
+jax.tree_util.register_pytree_node(
+    Converting, lambda one: ((one.w,), None), lambda _, leaves: Converting(*leaves)
+)
+
+
+def test_a_class_that_converts_its_leaves_is_explained():
+    # The lie: "float() argument must be a real number", and nobody knows which.
+    losses = lambda layer, x: (x @ layer.w) ** 2
+    x, layer = np.ones((4, 3), np.float32), Converting(np.ones(3))
+    step = mt.train_step(losses, optax.sgd(0.1), devices=2)
+    for run in (mt.value_and_grad(losses, devices=2), lambda layer, x: step(step.init(layer), x)):
+        with pytest.raises(TypeError) as told:
+            run(layer, x)
+        assert any("registered as a pytree" in note for note in told.value.__notes__)
+
+
 def test_law_l2_gradients_have_the_type_of_the_parameters():
     found = mt.value_and_grad(losses, devices=3)(params(), batches()[0])
     expected = jax.value_and_grad(lambda p, b: losses(p, b).mean())(params(), batches()[0])

@@ -55,6 +55,13 @@ class ForDLPack:
         return X.__dlpack__(**options)
 
 
+class Dataset:
+    """As that of Hugging Face: columns by name, in a format of choice."""
+
+    def with_format(self, kind):
+        return self
+
+
 class Table:
     """As pandas and Polars have: no dtype for all columns, and many lines of text."""
 
@@ -328,6 +335,16 @@ WRONG = {
         mt.GradientError,
         r"w\['on'\] has dtype bool: only floats",
     ),
+    "a string to differentiate": (
+        lambda: grads(losses, {"w": W, "kind": "linear"}),
+        mt.GradientError,
+        r"w\['kind'\] is 'linear' \(str\): only floats can be differentiated\. Take it out",
+    ),
+    "a data set of Hugging Face": (
+        lambda: grads(losses, W, Dataset()),
+        mt.ArgumentError,
+        r"is a Dataset, as Hugging Face has.*with_format\('numpy'\)\[:\]",
+    ),
     "any object": (
         lambda: parallel(lambda x, o: x, X, object()),
         mt.ArgumentError,
@@ -389,7 +406,7 @@ WRONG = {
     "text as parameters": (
         lambda: step(losses, {"w": "zeros"}),
         mt.GradientError,
-        r"params\['w'\] has dtype str: only floats",
+        r"params\['w'\] is 'zeros' \(str\): only floats",
     ),
     "None gradients": (
         lambda: mt.average_gradients([{"w": None}]),

@@ -33,7 +33,7 @@ from multitower.towers.rows import (
 from multitower.towers.same_call import check_same_call
 from multitower.towers.split import copy_to, cut, refuse_tower_rows
 from multitower.towers.surroundings import (
-    explaining_kept_values,
+    explaining,
     refuse_a_mesh,
     refuse_disabled_jit,
 )
@@ -130,7 +130,7 @@ class TowerFunction:
             parts = take_apart(tree, axes, name=arguments, constants=True)
         except ArgumentError as error:
             raise _of_the_arguments(error, axes[0], call) from error.__cause__
-        with explaining_kept_values():
+        with explaining():
             result = self._call(parts, placement)
         if parts.split not in self._looked_at:  # afterwards: an error says more
             self._looked_at[parts.split] = self._look(parts, tree, axes, arguments)

@@ -47,6 +47,7 @@ from multitower.towers.refusals import (
     refuse_holder,
     refuse_mapping,
     refuse_what_is_no_number,
+    shown,
 )
 from multitower.towers.rows import Split, Tower
 
@@ -296,10 +297,12 @@ def check_differentiable(tree: Any, name: Callable[[], str]) -> None:
                     f"too. Pass {name()}.params to differentiate, and {name()} as another argument "
                     "if the loss needs it, with in_axes=None."
                 )
+            is_array = not isinstance(dtype, str)
+            what = f"has dtype {dtype}" if is_array else f"is {shown(leaf)}"
+            how = "Convert it with .astype(jnp.float32), or take it" if is_array else "Take it"
             raise GradientError(
-                f"{name()}{jax.tree_util.keystr(path)} has dtype {dtype}: only floats can be "
-                "differentiated. Convert it with .astype(jnp.float32), or take it out of the "
-                "parameters (close over it, or pass it as another argument)."
+                f"{name()}{jax.tree_util.keystr(path)} {what}: only floats can be differentiated. "
+                f"{how} out of the parameters (close over it, or pass it as another argument)."
             )
         if isinstance(leaf, np.ndarray):
             where = lambda path=path: f"{name()}{jax.tree_util.keystr(path)}"

@@ -33,7 +33,7 @@ from multitower.towers.rows import BatchParts, take_apart
 from multitower.towers.same_call import check_same_call, check_same_program
 from multitower.towers.split import TowerRows
 from multitower.towers.surroundings import (
-    explaining_kept_values,
+    explaining,
     refuse_a_mesh,
     refuse_disabled_jit,
     refuse_inside_a_tower,
@@ -254,7 +254,7 @@ class TrainStep:
             check_same_call("batch", passed, self.placement, counts)
             check_replicas(TrainState(kept))  # host-device sync
         runner = self._runner(maker, kept, parts, global_batch, counts or [parts.num_rows])
-        with explaining_kept_values():
+        with explaining():
             new, metrics = runner.run(kept, work, maker)
         given.spend()
         self._has_run = True

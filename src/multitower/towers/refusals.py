@@ -119,6 +119,11 @@ def refuse_what_is_no_array(leaf: Any, where: Callable[[], str]) -> None:
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
         refuse_mapping(leaf, where)
         refuse_foreign_array(leaf, where)  # a table of pandas has no dtype of its own
+        if hasattr(leaf, "with_format"):
+            raise ArgumentError(
+                f"{where()} is a {type(leaf).__name__}, as Hugging Face has. Pass a dict of its "
+                "arrays, dataset.with_format('numpy')[:]."
+            )
         raise ArgumentError(
             f"{where()} is {shown(leaf)}: towers take arrays and numbers. Convert it with "
             "numpy.asarray, or close over it with functools.partial."

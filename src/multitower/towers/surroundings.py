@@ -49,13 +49,19 @@ def inside_a_tower(tower_rows: int) -> Generator[None]:
 
 
 @contextmanager
-def explaining_kept_values() -> Generator[None]:
-    """Says of JAX's error about a traced value that was kept where it may come from."""
+def explaining() -> Generator[None]:
+    """Says of two errors of JAX where they may come from.
+
+    One is about a traced value that was kept, the other comes from a user's class.
+    """
     try:
         yield
-    except jax.errors.UnexpectedTracerError as error:
-        if KEEPS_VALUES not in getattr(error, "__notes__", ()):
-            error.add_note(KEEPS_VALUES)
+    except TypeError as error:
+        is_kept = isinstance(error, jax.errors.UnexpectedTracerError)
+        note = KEEPS_VALUES if is_kept else _OF_A_CLASS
+        is_known = is_kept or "ShapeDtypeStruct" in str(error)
+        if is_known and note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
         raise
 
 
@@ -157,6 +163,11 @@ _OF_A_MODULE = (
     "that what one tower changes would be lost. For mt.train_step and mt.Trainer make it a part of "
     "the module that is the first argument, such as nnx.Dropout(0.5, rngs=rngs) in it; to "
     "mt.value_and_grad it may also be an argument of its own."
+)
+_OF_A_CLASS = (
+    "A class that is registered as a pytree may convert or check what it is made of, such as by "
+    "jnp.asarray in its __init__. JAX makes such objects of shapes and other stand-ins, too. Let "
+    "its unflatten function put in what it gets as it is: object.__new__(cls), and then the leaves."
 )
 _NAMES_A_RATIO = ("multitower.functions.ratio.Ratio", "Output was Ratio(")
 _OF_A_RATIO = (
