@@ -238,7 +238,8 @@ TABLE = (
     "it has as many entries as the batch has rows, so it is cut into towers, and the function "
     "looks things up in it like in a table. A tower has only a part of it, and JAX clamps an index "
     "that is too large. Give every tower the whole table: {whole}. (If the numbers that it is "
-    "looked up by choose the rows of a batch, as in x[idx], cut these numbers and nothing else.)"
+    "looked up by choose the rows of a batch, as in x[idx], cut these numbers and nothing else. "
+    "If they choose a partner for each row of this batch, look it up in mt.all_rows(x).)"
 )
 SUM = (
     "it is a sum over rows, and towers are averaged: with T towers it would be T times too small. "
