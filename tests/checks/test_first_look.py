@@ -1385,6 +1385,9 @@ def test_a_place_in_a_buffer_that_moves_by_the_rows_of_a_tower_is_told():
     with pytest.warns(mt.MultitowerWarning, match=r"model_state\[1\] \(.*: it depends on the num"):
         state_after(functools.partial(loss, lambda x: x), before)
     assert state_after(functools.partial(loss, mt.all_rows), before)[1] == len(X)  # as it says
+    # Places in two buffers stop no look.
+    turns = lambda w, x, *, model_state: (losses(w, x), {}, (model_state + 1) % np.array([3, 2]))
+    np.testing.assert_array_equal(state_after(turns, jnp.ones(2, jnp.int32)), [2, 0])
 
 
 @pytest.mark.parametrize(
