@@ -240,8 +240,11 @@ def test_narrow_dtypes(dtype, towers):
 @EACH
 def test_a_transfer_guard(towers):
     """Copies of the user's rows are asked for: they are explicit."""
+    compared = lambda w, x: loss(w, x) * x.std()
     with jax.transfer_guard("disallow"):
         mt.grad(loss, devices=2, towers=towers)(1.0, X)
+        with pytest.warns(mt.MultitowerWarning, match="rows are brought together"):
+            mt.grad(compared, devices=2, towers=towers)(1.0, X)  # it is looked at here, too
 
 
 @pytest.mark.slow

@@ -172,19 +172,22 @@ def _tell_what_is_not_read(
     If it does not take that one either, it has a mistake, which the call itself reports.
     """
     num_rows = rows[0].shape[0]
-    run = lambda *given: outputs(given[0], Tower(*given[1]), given[2])
+    if num_rows == real_rows:
+        return  # one tower has all rows
     try:
-        make = jax.make_jaxpr(run, axis_env=axis_of(-(-num_rows // real_rows)))
-        numbers = [jnp.int32(n) for n in (0, real_rows, num_rows)]
-        program = make(row_shapes(rows, real_rows), numbers, others)
+        make = jax.make_jaxpr(outputs, axis_env=axis_of(-(-num_rows // real_rows)))
+        program = make(row_shapes(rows, real_rows), Tower.shapes(), others)
     except Exception:
         return
-    shapes = [jnp.shape(one) for one in beside_one_row] or shapes_of_constants(program)
-    whole = [shape for shape in shapes if real_rows == 1 and shape[:1] == (num_rows,)]
-    if whole and num_rows > 1:
-        warn(WHOLE_BESIDE_ONE_ROW.format(shape=whole[0]))
-    elif num_rows > real_rows > 1:  # one row meets no other
+    if real_rows > 1:
         warn(NOT_READ.format(rows=real_rows))
+        return
+    # A row alone meets no other, but it may meet an array of all rows.
+    shapes = [jnp.shape(one) for one in beside_one_row] or shapes_of_constants(program)
+    for shape in shapes:
+        if shape[:1] == (num_rows,):
+            warn(WHOLE_BESIDE_ONE_ROW.format(shape=shape))
+            return
 
 
 def _once_for_each_cause(problems: Sequence[Problem]) -> list[Problem]:
@@ -278,7 +281,7 @@ def read_tower(
     def trace(num_rows: int, num_towers: int) -> Any:
         anew = functools.partial(run)  # JAX keeps the program of a function
         make = jax.make_jaxpr(anew, axis_env=axis_of(num_towers), return_shape=True)
-        return make(row_shapes(rows, num_rows), jnp.int32(0), others)
+        return make(row_shapes(rows, num_rows), Tower.shapes().number, others)
 
     try:
         program, (tree, written) = trace(num_rows, num_towers)
@@ -369,8 +372,9 @@ def _read_in_groups(
     # Halves of three rows, z[:1] and z[1:], broadcast; those of 3 x 211 do not. Groups of 64 rows
     # are whole in as many rows as a tower has. Rows that go to tower 3 need four towers.
     num_towers = -(-rows[0].shape[0] // real_rows)
+    tries = (times, 0), (2 * times, 0), (real_rows, 0), (real_rows, num_towers)
     found = None
-    for number, towers in ((times, 0), (2 * times, 0), (real_rows, 0), (real_rows, num_towers)):
+    for number, towers in dict.fromkeys(tries):
         found = found or read_some(outputs, rows, others, times=number, num_towers=towers)
     if found is None:
         return None

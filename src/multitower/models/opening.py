@@ -28,6 +28,7 @@ from multitower.models.values import (
     code_within,
     fits_device,
     is_installed,
+    is_jitted,
     is_value,
     may_have_code,
     types_in,
@@ -265,8 +266,7 @@ class Opener:
 
     def inside(self, fun: Any) -> Any:
         """The function inside of `jax.jit`, if rows are looked for: `jax.jit` hides its closure."""
-        is_jitted = bool(self._names) and isinstance(fun, jax.stages.Wrapped)
-        return getattr(fun, "__wrapped__", fun) if is_jitted else fun
+        return getattr(fun, "__wrapped__", fun) if self._names and is_jitted(fun) else fun
 
     def _open_globals(self, fun: types.FunctionType) -> Iterator[tuple[str, _Cell]]:
         """The globals that are rows, modules or arrays; with any, the function gets new globals."""

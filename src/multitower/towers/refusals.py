@@ -37,10 +37,11 @@ def refuse_lists_for_rows(
     }
     wrong = sorted(suspects.keys() & leaves_in_lists(tree)) if suspects else []
     if wrong:
+        path, _ = jax.tree_util.tree_flatten_with_path(tree)[0][wrong[0]]
         raise ArgumentError(
-            f"{path_of(tree, wrong[0], name)} is {shown(suspects[wrong[0]])}, in a list, which "
+            f"{name_of(path, name)} is {shown(suspects[wrong[0]])}, in a list, which "
             "cannot be cut into towers: pass rows as an array of numbers (numpy.asarray). If every "
-            f"tower needs the whole of it: {whole_of(tree, wrong[0], name, given_axes)}."
+            f"tower needs the whole of it: {whole_of(path[:-1], tree, name, given_axes)}."
         )
 
 
@@ -62,13 +63,11 @@ def refuse_numbers_for_rows(
         num_leaves = jax.tree.structure(sub).num_leaves
         if is_list(sub) and None not in axes[number : number + num_leaves]:
             what = "lists" if any(map(_is_plain_list, sub)) else "numbers"
-            is_named = isinstance(name, str)
-            whole = taken_out_of(name) if is_named else name.whole([path], tree, given_axes)
             raise ArgumentError(
                 f"{name_of(path, name)} is a {type(sub).__name__} of {num_rows} {what}, and the "
                 f"batch has {num_rows} rows: every tower would get all of them. Pass an array, "
                 "numpy.asarray(...), to cut them into towers. If every tower needs all of them: "
-                f"{whole}."
+                f"{whole_of(path, tree, name, given_axes)}."
             )
         number += num_leaves
 
@@ -298,19 +297,16 @@ def name_of(path: Sequence[Any], name: str | Names) -> str:
     return name + jax.tree_util.keystr(tuple(path)) if isinstance(name, str) else name.of(path)
 
 
-def whole_of(tree: Any, number: int, name: str | Names, axes: Any) -> str:
-    """What to write so that every tower gets the whole list that a leaf lies in.
+def whole_of(path: Sequence[Any], tree: Any, name: str | Names, axes: Any) -> str:
+    """What to write so that every tower gets the whole of a list.
 
     Args:
-        tree: the tree.
-        number: the place of the leaf among the tree's leaves.
+        path: of the list.
+        tree: what it is in.
         name: the name of the tree, which then has no in_axes; or the names of its leaves.
         axes: the in_axes that were given for the tree.
     """
-    path, _ = jax.tree_util.tree_flatten_with_path(tree)[0][number]
-    if isinstance(name, str):
-        return taken_out_of(name)
-    return name.whole([path[:-1]], tree, axes)
+    return taken_out_of(name) if isinstance(name, str) else name.whole([path], tree, axes)
 
 
 def taken_out_of(name: str) -> str:
