@@ -846,6 +846,40 @@ def test_a_loss_of_fixed_rows_is_told_where_it_is_wrong_or_right():
         mt.grad(lambda w, x: losses(w, x) + jnp.ones(7), devices=2)(W, X)
 
 
+@pytest.mark.parametrize(
+    "taken",
+    [
+        lambda x: [x[n] for n in range(len(x))],
+        lambda x: [x[-n : len(x) - n + 1][0] for n in range(len(x), 0, -1)],
+        list,
+        jnp.unstack,
+        lambda x: [one[0] for one in jnp.split(x, len(x))],
+    ],
+)
+def test_a_loop_over_the_rows_in_python_is_named(taken):
+    # The lie: it takes a part of the rows; or: nothing is wrong with it.
+    loss = lambda w, x: sum(losses(w, row[None])[0] for row in taken(x))
+    with pytest.warns(mt.MultitowerWarning) as told:
+        mt.grad(jax.jit(lambda w, x: loss(w, x) / len(x)), devices=2)(W, X)
+    (one,) = told
+    assert "goes through its rows one by one in Python (test_first_look.py:" in str(one.message)
+    assert mt.check_parallel(lambda w, x: loss(w, x) / len(x), W, X)
+    assert not mt.check_parallel(loss, W, X)
+
+
+def test_a_loop_over_the_rows_in_python_is_traced_once():
+    # The lie: a loop that takes a second to trace costs five at the first call.
+    traced = []
+
+    def loss(w, x):
+        traced.append(len(x))
+        return sum(losses(w, row[None])[0] for row in x) / len(x)
+
+    with pytest.warns(mt.MultitowerWarning, match="one by one"):
+        mt.grad(loss, devices=2)(W, X)
+    assert len([rows for rows in traced if rows > len(X)]) == 1
+
+
 def test_a_loss_that_sends_rows_to_each_tower_is_read():
     # The lie: a loss for two towers cannot be read with eleven, and so it is right.
     sent = lambda w, x: jax.lax.all_to_all(x * w, "towers", 0, 1, tiled=True)

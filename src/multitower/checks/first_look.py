@@ -20,6 +20,7 @@ from multitower.checks.problems import (
     COUNTED_CALLS,
     NOT_READ,
     OF_NO_ROW,
+    ONE_BY_ONE,
     WHOLE_BESIDE_ONE_ROW,
     Problem,
     backward,
@@ -30,6 +31,7 @@ from multitower.checks.problems import (
 )
 from multitower.checks.reading.chunks import axes_apart
 from multitower.checks.reading.flow import Flow, operation_at, rows_of
+from multitower.checks.reading.one_by_one import all_one_by_one
 from multitower.checks.reading.operations import FINDS
 from multitower.checks.reading.parts import unlike_parts
 from multitower.checks.reading.row_flow import Reading, read, unused_size
@@ -109,7 +111,8 @@ def look(
             backward rule brings rows together, a parameter of a module is written into, a number is
             kept for the next call, rows are written into a jax.new_ref, all_rows or row_index is
             called on one row, or out_axes=None takes what depends on rows from the first tower. Or
-            the function takes no other number of rows than its own, so that nothing is known of it.
+            nothing is known of the function: it takes no other number of rows than its own, or
+            goes through them one by one in Python.
     """
 
     def problems(reading: Reading, results: Results) -> list[Problem]:
@@ -138,6 +141,9 @@ def look(
     now = counters_of(fun).items()
     if counted := [name for name, number in now if number != counters.get(name)]:
         warn(COUNTED_CALLS.format(names=listed(counted)))
+    if first is not None and first[0].one_by_one:
+        warn(ONE_BY_ONE.format(place=first[0].one_by_one))
+        return ""
     takes_all = first is not None and first[0].taken == {rows[0].shape[0]}
     if first is None or takes_all or first[1].has_state_by_row():
         # It has a buffer for so many rows as the batch has, or takes x[:64] of a batch of 64 rows:
@@ -287,6 +293,9 @@ def read_tower(
         program, (tree, written) = trace(num_rows, num_towers)
     except Exception:
         return None
+    if (place := all_one_by_one(program, num_rows)) is not None:
+        reading = Reading([Flow() for _ in program.jaxpr.outvars], one_by_one=place)
+        return reading, Results.of(reading, tree, num_rows, writes_in(program, written))
     flows = [*(rows_of(number) for number in range(len(rows))), Flow(varies=True)]
     flows += [
         Flow(is_steady=True, apart=axes_apart(jnp.shape(leaf))) for leaf in jax.tree.leaves(others)

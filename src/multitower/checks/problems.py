@@ -286,6 +286,11 @@ NOT_READ = (
     "tower and fails with other numbers of rows. If a number of rows is written into it, say "
     "x.shape[0] there. mt.check_parallel compares its results with those of one device."
 )
+ONE_BY_ONE = (
+    "this function goes through its rows one by one in Python ({place}), and runs without a look "
+    "at what it does with them. jax.vmap(f)(x) in place of the loop is looked at, and compiles in "
+    "a fraction of the time. mt.check_parallel compares its results with those of one device."
+)
 WHOLE_BESIDE_ONE_ROW = (
     "this function works with one row per tower and not with more, and it closes over an array of "
     "shape {shape}, with one entry per row of the batch. Every tower has the whole of that array, "

@@ -10,7 +10,7 @@ should not report one that is not there.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -81,16 +81,18 @@ class Reading(NamedTuple):
         unread: where rows are written into a `jax.new_ref`; what is read from it is not known.
         backward: where backward rules bring rows together.
         of_one_row: functions of all rows that are called on one row, inside `jax.vmap`, and where.
+        one_by_one: where a loop in Python takes all rows one by one; nothing else is known then.
     """
 
     outputs: list[Flow]
-    draws: list[str]
-    baked: list[str]
-    tables: dict[int, str]
-    taken: set[int]
-    unread: list[str]
-    backward: list[str]
-    of_one_row: list[tuple[str, str]]
+    draws: Sequence[str] = ()
+    baked: Sequence[str] = ()
+    tables: Mapping[int, str] = {}
+    taken: Set[int] = frozenset()
+    unread: Sequence[str] = ()
+    backward: Sequence[str] = ()
+    of_one_row: Sequence[tuple[str, str]] = ()
+    one_by_one: str | None = None
 
 
 def read(
