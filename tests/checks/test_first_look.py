@@ -1551,6 +1551,21 @@ def test_a_state_that_holds_rows_is_told(loss):
     assert (wrong != on_one_device).any()
 
 
+def test_a_short_queue_that_takes_the_rows_of_all_towers_is_read():
+    # The lie: a queue of 64 rows has no room for those that are tried, so nothing is known of it.
+    def run(more):
+        def loss(w, batch, *, model_state):
+            new = jax.lax.dynamic_update_slice(model_state, mt.all_rows(batch), (0, 0))
+            return losses(w, batch) + more(batch), {}, new
+
+        step = mt.train_step(loss, optax.sgd(0.1), devices=2, towers=2)
+        step(step.init(W, model_state=jnp.zeros((64, 3))), np.tile(X, (4, 1)))
+
+    run(lambda x: 0.0)  # warnings are errors
+    with pytest.warns(mt.MultitowerWarning, match=r"loss \(.*\): rows are brought together"):
+        run(jnp.std)
+
+
 @pytest.mark.parametrize(
     ("new", "said"),
     [

@@ -147,10 +147,14 @@ def look(
     takes_all = first is not None and first[0].taken == {rows[0].shape[0]}
     if first is None or takes_all or first[1].has_state_by_row():
         # It has a buffer for so many rows as the batch has, or takes x[:64] of a batch of 64 rows:
-        # in a tower, too, that is all rows.
-        few = functools.partial(reader, most=rows[0].shape[0])
-        if (with_few := few(outputs, rows, others)) is not None:
-            reader, first = few, with_few
+        # in a tower, too, that is all rows. Or it has one for the rows of all towers together.
+        num_rows = rows[0].shape[0]
+        of_all = {"most": max(real_rows - 1, 1), "num_towers": -(-num_rows // real_rows)}
+        for few in ({"most": num_rows}, of_all):
+            with_few = functools.partial(reader, **few)
+            if (found := with_few(outputs, rows, others)) is not None:
+                reader, first = with_few, found
+                break
     if first is None:
         reader = functools.partial(_read_in_groups, real_rows=real_rows)
         first = reader(outputs, rows, others)
