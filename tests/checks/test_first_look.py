@@ -422,6 +422,16 @@ def test_nothing_is_said_of_ratios_of_sums(weight):
     look_at(mt.grad(loss, devices=2), X)
 
 
+def test_a_sum_beside_a_ratio_is_told_with_its_own_line():
+    # The lie: the ratio's total, on the line above, is the sum that is wrong.
+    def loss(w, x):
+        masked = mt.ratio((losses(w, x) * (x[:, 0] > 0)).sum(), (x[:, 0] > 0).sum())
+        return masked + losses(w, x).sum()  # the sum
+
+    with pytest.warns(mt.MultitowerWarning, match=r"reduce_sum at [^\n]*# the sum\): it is a sum"):
+        mt.grad(loss, devices=2)(W, X)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "weight",

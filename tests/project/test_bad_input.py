@@ -528,6 +528,11 @@ WRONG = {
         r"aux\['z'\] has shape \(2, 3\) with 1 rows and \(4, 3\).*2 entries for every row: if they "
         r"lie row by row, return \.reshape\(-1, 2, 3\)\.",
     ),
+    "an aux with its rows on axis 1": (
+        lambda: grads(lambda w, x: (losses(w, x), jnp.stack([x, -x])), W, X[:8], has_aux=True),
+        mt.OutputError,
+        r"aux has shape \(2, 1, 3\).*rows are on axis 1: jnp\.moveaxis\(\.\.\., 1, 0\) puts",
+    ),
     "an aux with one entry for a group of rows": (
         # The lie: the towers' groups are one group in each, and their mean is that of them all.
         lambda: grads(

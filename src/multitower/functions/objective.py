@@ -92,7 +92,7 @@ def as_mean(loss: Any, num_rows: int, reduction: Reduction) -> Any:
     if not is_ratio(loss):
         return loss if reduction == "mean" or loss.ndim else loss / num_rows
     mean = sum(total.sum() / num_rows for total, _ in loss.terms)
-    return mean if loss.offset is None else mean + loss.offset
+    return mean if loss.offset is None else loss.offset + mean
 
 
 def for_first_look(loss: Any, others: Any, num_rows: int, reduction: Reduction) -> dict[str, Any]:

@@ -146,7 +146,8 @@ def find_row_leaves(
         grown = (more_rows, *shape[1:])
         by_row = shape[:1] == (tower_rows,) and (more is None or more[number] == grown)
         if not by_row and more is not None and more[number] != shape:
-            hint = _of_groups(shape, more[number], tower_rows, more_rows - tower_rows)
+            hint = _moved(shape, more[number], tower_rows, more_rows)
+            hint += _of_groups(shape, more[number], tower_rows, more_rows - tower_rows)
             raise OutputError(
                 f"{where} has shape {shape} with {tower_rows} rows and {more[number]} with "
                 f"{more_rows}: it can neither be averaged over towers nor concatenated. "
@@ -163,6 +164,17 @@ def find_row_leaves(
             )
         verdicts.append(by_row)
     return verdicts
+
+
+def _moved(shape: tuple[int, ...], more: tuple[int, ...], tower_rows: int, more_rows: int) -> str:
+    """Advice for a leaf with its rows on another axis than the first, as in (time, rows), or ""."""
+    changed = [n for n, sizes in enumerate(zip(shape, more, strict=False)) if len({*sizes}) > 1]
+    if len(shape) != len(more) or len(changed) != 1:
+        return ""
+    (axis,) = changed
+    if not axis or (shape[axis], more[axis]) != (tower_rows, more_rows):
+        return ""
+    return f" Here the rows are on axis {axis}: jnp.moveaxis(..., {axis}, 0) puts them first."
 
 
 def _of_groups(
