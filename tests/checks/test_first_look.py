@@ -14,6 +14,7 @@ from flax import nnx
 from jax.experimental import io_callback
 
 import multitower as mt
+from multitower.checks import first_look
 from multitower.checks.reading import row_flow
 from multitower.checks.reading.counts import is_mean, is_steady, numbers_of, per_row
 from multitower.checks.reading.flow import Flow
@@ -875,6 +876,18 @@ def test_a_loop_over_the_rows_in_python_is_named(taken):
     assert "goes through its rows one by one in Python (test_first_look.py:" in str(one.message)
     assert mt.check_parallel(lambda w, x: loss(w, x) / len(x), W, X)
     assert not mt.check_parallel(loss, W, X)
+
+
+def test_a_fault_of_the_look_ends_no_training(monkeypatch):
+    # The lie: the function takes no other number of rows than its own.
+    def fail(*args, **kwargs):
+        raise KeyError("an operation")
+
+    monkeypatch.setattr(first_look, "read", fail)
+    with pytest.warns(mt.MultitowerWarning) as told:
+        assert mt.grad(losses, devices=2)(W, X).shape == W.shape
+    (one,) = told
+    assert "which failed: KeyError: 'an operation'. Please report it" in str(one.message)
 
 
 def test_a_loop_over_the_rows_in_python_is_traced_once():

@@ -18,6 +18,7 @@ from multitower.checks.copies import writes_in
 from multitower.checks.equations import shapes_of_constants
 from multitower.checks.problems import (
     COUNTED_CALLS,
+    FAILED,
     NOT_READ,
     OF_NO_ROW,
     ONE_BY_ONE,
@@ -141,9 +142,6 @@ def look(
     now = counters_of(fun).items()
     if counted := [name for name, number in now if number != counters.get(name)]:
         warn(COUNTED_CALLS.format(names=listed(counted)))
-    if first is not None and first[0].one_by_one:
-        warn(ONE_BY_ONE.format(place=first[0].one_by_one))
-        return ""
     takes_all = first is not None and first[0].taken == {rows[0].shape[0]}
     if first is None or takes_all or first[1].has_state_by_row():
         # It has a buffer for so many rows as the batch has, or takes x[:64] of a batch of 64 rows:
@@ -160,6 +158,9 @@ def look(
         first = reader(outputs, rows, others)
     if first is None:
         _tell_what_is_not_read(outputs, rows, others, real_rows, beside_one_row)
+        return ""
+    if first[0].unknown:
+        warn(first[0].unknown)
         return ""
     again = lambda: reader(outputs, rows, others, again=True)
     if names := surely(lambda _, results: results.of_no_row(real_rows), first, again):
@@ -297,8 +298,9 @@ def read_tower(
         program, (tree, written) = trace(num_rows, num_towers)
     except Exception:
         return None
+    not_known = lambda why: Reading([Flow() for _ in program.jaxpr.outvars], unknown=why)
     if (place := all_one_by_one(program, num_rows)) is not None:
-        reading = Reading([Flow() for _ in program.jaxpr.outvars], one_by_one=place)
+        reading = not_known(ONE_BY_ONE.format(place=place))
         return reading, Results.of(reading, tree, num_rows, writes_in(program, written))
     flows = [*(rows_of(number) for number in range(len(rows))), Flow(varies=True)]
     flows += [
@@ -324,11 +326,8 @@ def read_tower(
         more = writes_in(program, written), uses_of_weights(program)
         return reading, Results.of(reading, tree, num_rows, *more)
     except Exception as error:  # a fault of the reader is no reason to end a training
-        warn(
-            "this function runs without a look at its rows, which failed: "
-            f"{type(error).__name__}: {error}. Please report it with the function."
-        )
-        return None
+        reading = not_known(FAILED.format(kind=type(error).__name__, error=error))
+        return reading, Results.of(reading, tree, num_rows)
 
 
 def _with_chunks(reading: Reading, chunks: Reading) -> Reading:

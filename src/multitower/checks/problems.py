@@ -286,6 +286,10 @@ NOT_READ = (
     "tower and fails with other numbers of rows. If a number of rows is written into it, say "
     "x.shape[0] there. mt.check_parallel compares its results with those of one device."
 )
+FAILED = (
+    "this function runs without a look at its rows, which failed: {kind}: {error}. Please report "
+    "it with the function."
+)
 ONE_BY_ONE = (
     "this function goes through its rows one by one in Python ({place}), and runs without a look "
     "at what it does with them. jax.vmap(f)(x) in place of the loop is looked at, and compiles in "

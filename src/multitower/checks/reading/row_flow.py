@@ -81,7 +81,7 @@ class Reading(NamedTuple):
         unread: where rows are written into a `jax.new_ref`; what is read from it is not known.
         backward: where backward rules bring rows together.
         of_one_row: functions of all rows that are called on one row, inside `jax.vmap`, and where.
-        one_by_one: where a loop in Python takes all rows one by one; nothing else is known then.
+        unknown: why nothing else is known, if that is so; a warning.
     """
 
     outputs: list[Flow]
@@ -92,7 +92,7 @@ class Reading(NamedTuple):
     unread: Sequence[str] = ()
     backward: Sequence[str] = ()
     of_one_row: Sequence[tuple[str, str]] = ()
-    one_by_one: str | None = None
+    unknown: str = ""
 
 
 def read(
