@@ -638,6 +638,28 @@ def test_a_step_of_ones_own_compiles_once_with_weights_on_all_devices():
     assert compilations(jax.device_put(jnp.ones(3), everywhere)) == 1
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda found: Mesh(found, "towers").devices,
+        lambda found: Mesh(np.reshape(found, (2, 2)), ("a", "b")).devices,
+        iter,
+    ],
+    ids=["mesh", "mesh of two axes", "iterator"],
+)
+def test_devices_of_a_mesh_compile_once(given):
+    # The lie: they are no list, which compiles at every call; or an iterator has none left.
+    factor, x = 3.0, np.ones((8, 3), np.float32)
+    gradient = mt.grad(lambda w, x: factor * (x @ w) ** 2, devices=given(mt.devices(4)))
+    double = mt.make_parallel(lambda x: x * factor, devices=given(mt.devices(4)))
+    found = gradient(jnp.ones(3), x), double(x)
+    with counted_compilations() as compiled:
+        again = gradient(jnp.ones(3), x), double(x)
+    assert not compiled
+    assert len(double(x).sharding.device_set) == 4
+    assert jax.tree.all(jax.tree.map(np.array_equal, again, found))
+
+
 class Drawing:
     def __init__(self):
         self.key = jax.random.key(0)

@@ -11,7 +11,7 @@ from multitower.functions.arguments import Arguments
 from multitower.functions.calls import Axes, TowerFunction
 from multitower.functions.gradient_job import Finished, ValueAndGrad
 from multitower.functions.objective import Reduction, check_reduction
-from multitower.hardware.devices import DeviceSpec
+from multitower.hardware.devices import DeviceSpec, hashable_spec
 from multitower.models.callables import as_function
 from multitower.models.closures import Contents, UsedByArguments, call_opened
 from multitower.models.modules import Call, fill, take_call
@@ -108,7 +108,7 @@ def value_and_grad(
     fun = as_function(fun, names)
     single = not isinstance(argnums, Sequence)
     positions, filters = _positions([argnums] if single else argnums)
-    where = tuple(devices) if isinstance(devices, list) else devices
+    where = hashable_spec(devices)
     check_reduction(reduction)
     options = (positions, has_aux, Axes.of(in_axes), where, towers, reduction)
     own = _tower_function(fun, *options)  # refuses wrong options right away

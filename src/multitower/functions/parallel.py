@@ -14,7 +14,7 @@ from multitower.errors import ArgumentError, OutputError, refuse_foreign
 from multitower.functions.arguments import Arguments
 from multitower.functions.calls import Axes, Leaves, TowerFunction
 from multitower.functions.outputs import check_arrays, shapes_with_more_rows
-from multitower.hardware.devices import DeviceSpec
+from multitower.hardware.devices import DeviceSpec, hashable_spec
 from multitower.models.callables import as_function
 from multitower.models.closures import Contents, UsedByArguments, call_opened
 from multitower.models.modules import Call, call_tower, take_call
@@ -106,7 +106,7 @@ def make_parallel(
 
     Source: `make_parallel` of the classic TensorFlow tower tutorials, with `jax.vmap`'s arguments.
     """
-    where = (tuple(devices) if isinstance(devices, list) else devices, towers)
+    where = hashable_spec(devices), towers
     cut = stage_options(stages, layout, interleave)
     return _parallel(fn, _Options(Axes.of(in_axes), Axes.of(out_axes), where, cut))
 

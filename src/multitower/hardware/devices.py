@@ -67,6 +67,21 @@ def device(spec: str | jax.Device, *, soft: bool = False) -> Generator[jax.Devic
         yield chosen
 
 
+def hashable_spec(spec: DeviceSpec | None) -> DeviceSpec | None:
+    """The same devices; a tuple of them for a list, a `mesh.devices` or an iterator.
+
+    Example:
+        >>> from multitower.hardware.devices import hashable_spec
+        >>> hashable_spec(["cpu:0", "cpu:1"]), hashable_spec(2)
+        (('cpu:0', 'cpu:1'), 2)
+    """
+    if isinstance(spec, np.ndarray):
+        return tuple(spec.flat)
+    if isinstance(spec, Iterable) and not isinstance(spec, str | jax.Device):
+        return tuple(spec)
+    return spec
+
+
 def devices_in_words(count: int) -> str:
     """A number of devices, in words.
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multitower.errors import DeviceError, warn, whole_number
 from multitower.hardware.configuration import warn_if_bits_depend_on_threads
-from multitower.hardware.devices import DeviceSpec
+from multitower.hardware.devices import DeviceSpec, hashable_spec
 from multitower.hardware.devices import devices as find_devices
 from multitower.processes.gpu_claims import claim_gpus
 from multitower.processes.together import are_several
@@ -144,6 +144,7 @@ def find_all(devices: DeviceSpec | None) -> list[jax.Device]:
     Raises:
         DeviceError: a device does not exist, or another process uses the same GPU.
     """
+    devices = hashable_spec(devices)
     if not are_several():
         return find_devices(devices)
     found = _of_all_processes(devices)
@@ -159,7 +160,7 @@ def _of_all_processes(spec: DeviceSpec | None) -> list[jax.Device]:
     """
     own = find_devices(spec)
     if isinstance(spec, jax.Device) or (
-        isinstance(spec, Sequence) and any(isinstance(one, jax.Device) for one in spec)
+        isinstance(spec, tuple) and any(isinstance(one, jax.Device) for one in spec)
     ):
         return own
     by_process: dict[int, list[jax.Device]] = {}

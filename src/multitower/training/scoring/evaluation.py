@@ -13,7 +13,7 @@ from multitower.functions.objective import Reduction, check_reduction
 from multitower.functions.outputs import type_in_words
 from multitower.functions.parallel import score_in_parallel
 from multitower.functions.ratio import Ratio, by_row, keeping_ratios
-from multitower.hardware.devices import DeviceSpec
+from multitower.hardware.devices import DeviceSpec, hashable_spec
 from multitower.models.modules import in_evaluation_mode
 from multitower.processes.together import whole_on_host
 from multitower.steps.loss import model_state_for, takes_model_state
@@ -110,8 +110,7 @@ def evaluate(
 
     check_reduction(reduction)
     refuse_traced("multitower.evaluate", params, dataset, model_state)
-    hashable = tuple(devices) if isinstance(devices, list) else devices
-    where = Where(hashable, towers, stages, layout, interleave)
+    where = Where(hashable_spec(devices), towers, stages, layout, interleave)
     score = cached(_scorer, metrics, where)
     state = model_state_for(metrics, model_state, "the function metrics", "evaluate")
     warn_of_training_mode(metrics, "metrics", "evaluate")

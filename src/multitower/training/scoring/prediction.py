@@ -10,7 +10,7 @@ import numpy as np
 
 from multitower.errors import OutputError, refuse_foreign
 from multitower.functions.parallel import score_in_parallel
-from multitower.hardware.devices import DeviceSpec
+from multitower.hardware.devices import DeviceSpec, hashable_spec
 from multitower.models.modules import in_evaluation_mode
 from multitower.processes.together import whole_on_host
 from multitower.steps.loss import model_state_for, takes_model_state
@@ -90,8 +90,7 @@ def predict(
     from multitower.training.scoring.modes import warn_of_training_mode  # noqa: PLC0415 (importing stays quick)
 
     refuse_traced("multitower.predict", params, data, model_state)
-    hashable = tuple(devices) if isinstance(devices, list) else devices
-    where = Where(hashable, towers, stages, layout, interleave)
+    where = Where(hashable_spec(devices), towers, stages, layout, interleave)
     run = cached(_runner, fn, where)
     state = model_state_for(fn, model_state, "the function", "predict")
     warn_of_training_mode(fn, "fn", "predict")
