@@ -1,8 +1,14 @@
 """A resume with other settings is refused by name: it would be neither run."""
 
+import contextlib
 import functools
+import importlib.util
 import itertools
 import json
+import os
+import pty
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +61,27 @@ SAME = [
 def test_another_place_is_the_same_run(settings, tmp_path):
     fit(tmp_path)
     assert fit(tmp_path, steps=3, **settings).step == 3
+
+
+DESCRIBED = """
+import json, jax, numpy as np, optax
+from multitower.training.same_run import describe_run
+print(json.dumps(describe_run(optax.adam(0.1), np.float32(0), {})))
+"""
+
+
+def test_a_run_of_a_terminal_is_the_same_in_a_script():
+    # The lie: the text of a program has no colours, which JAX adds for a terminal.
+    assert importlib.util.find_spec("colorama"), "without it there are no colours"
+    reader, terminal = pty.openpty()
+    subprocess.run([sys.executable, "-c", DESCRIBED], stdout=terminal, check=True)
+    os.close(terminal)
+    found = b""
+    with contextlib.suppress(OSError):  # the end of what a terminal has shown
+        while more := os.read(reader, 4096):
+            found += more
+    os.close(reader)
+    assert json.loads(found) == describe_run(optax.adam(0.1), np.float32(0), {})
 
 
 OTHERS = [

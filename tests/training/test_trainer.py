@@ -78,6 +78,25 @@ def test_trap_a_resume_on_another_permutation_of_the_data(tmp_path, number, undi
     assert seen == list(range(1, 61))  # every step told once
 
 
+def test_a_signal_that_is_ignored_stops_no_run():
+    # The lie: a background job of a script, for which Ctrl-C is not meant, stops at it.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        hook = lambda progress: os.kill(os.getpid(), signal.SIGINT)
+        assert make_trainer(1, hooks=[hook]).fit(PARAMS, batches, steps=2).step == 2
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_second_signal_of_another_kind_acts_at_once():
+    # The lie: Ctrl-C after a SIGTERM waits for the end of a step that never ends.
+    with noted_signals() as caught:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert caught == [signal.SIGTERM]
+
+
 def test_a_handler_that_python_did_not_install_stays(monkeypatch):
     """Lie: a run inside of a program in C that fails at its end, when all work is done."""
     before = signal.getsignal(signal.SIGTERM)

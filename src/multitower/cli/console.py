@@ -1,7 +1,7 @@
 """Output of the command line: an animated line on a terminal, plain lines elsewhere."""
 
 import contextlib
-import os
+import sys
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -12,24 +12,27 @@ from rich.text import Text
 
 from multitower.cli.wording import in_flags
 from multitower.errors import MultitowerWarning
-from multitower.training.console import LINE_EVERY, REFRESH_PER_S, live_line
-from multitower.training.display import WorkLine, line_in_words
+from multitower.training.console import (
+    REFRESH_PER_S,
+    Unheeded,
+    is_alive,
+    live_line,
+    plain_lines,
+)
+from multitower.training.display import WorkLine
 from multitower.training.progress import Progress
 
 # With several processes, only process 0 prints what is the same in all.
 _quiet: list[bool] = []
 
 
-class _Output(Console):
-    """What nobody reads any more is dropped, as after `| head`: it must not end a run."""
-
-    def on_broken_pipe(self) -> None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+def _output(*, stderr: bool = False) -> Console:
+    output: Any = Unheeded(sys.stderr if stderr else sys.stdout)
+    return Console(file=output)
 
 
 def _print(text: Text, *, stderr: bool = False) -> None:
-    with contextlib.suppress(OSError):  # a log on a full disk must not end a run either
-        _Output(stderr=stderr).print(text, end=text.end, soft_wrap=True)
+    _output(stderr=stderr).print(text, end=text.end, soft_wrap=True)
 
 
 def be_quiet() -> None:
@@ -45,7 +48,7 @@ def say(line: str) -> None:
 
 def say_parts(parts: Sequence[str]) -> None:
     """Prints parts on one line; on a narrow terminal, it breaks lines between parts."""
-    console, lines = _Output(), list(parts[:1])
+    console, lines = _output(), list(parts[:1])
     for part in parts[1:]:
         line = f"{lines[-1]}  {part}"
         if console.is_terminal and len(line) > console.width:
@@ -94,12 +97,12 @@ def show_progress(num_steps: int) -> Generator[Callable[[Progress], None]]:
     Yields:
         A function to call after every step.
     """
-    console = _Output()
+    console = _output()
     if _quiet:
         yield lambda _: None
         return
-    if not _is_alive(console):
-        yield _print_lines
+    if not is_alive(console):
+        yield plain_lines(say)
         return
     with live_line(num_steps, console) as display:
         yield display.show
@@ -115,20 +118,10 @@ def show_work(doing: str) -> Generator[Callable[[str], None]]:
     Yields:
         A function to change these words.
     """
-    console = _Output(stderr=True)
-    if _quiet or not _is_alive(console):
+    console = _output(stderr=True)
+    if _quiet or not is_alive(console):
         yield lambda _: None
         return
     line = WorkLine(doing)
     with Live(line, console=console, refresh_per_second=REFRESH_PER_S, transient=True):
         yield lambda words: setattr(line, "doing", words)
-
-
-def _is_alive(console: Console) -> bool:
-    """Whether a line can be redrawn: the console is a terminal that can move its cursor."""
-    return console.is_terminal and not console.is_dumb_terminal
-
-
-def _print_lines(now: Progress) -> None:
-    if now.phase == "test" or now.step % LINE_EVERY == 0 or now.step == now.num_steps:
-        say(line_in_words(now))

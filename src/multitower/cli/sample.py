@@ -5,7 +5,16 @@ from typing import Annotated
 
 import tyro
 
-from multitower.cli.flags.shared import Count, Number, RunDirectory, WholeNumber, flag, switch
+from multitower.cli.flags.shared import (
+    WHERE,
+    Count,
+    Number,
+    RunDirectory,
+    Simulate,
+    WholeNumber,
+    flag,
+    switch,
+)
 from multitower.cli.resume import read_run
 from multitower.cli.starting.devices import start_devices
 from multitower.runs.sample import sample as continue_text
@@ -31,10 +40,22 @@ def sample(
     best: Annotated[
         bool, tyro.conf.FlagCreatePairsOff, switch("Use the state that --keep-best kept.")
     ] = False,
+    devices: Annotated[
+        WholeNumber,
+        WHERE,
+        flag(
+            "N",
+            "The number that a run with --sync-every or --asynchronous had, without --towers.",
+            "1",
+        ),
+    ] = None,
+    simulate: Simulate = None,
 ) -> None:
     """Continue a text with the newest or the best checkpoint of a run of gpt."""
-    recipe, options = read_run(directory, devices=1)
-    start_devices(1, None, None)
+    if devices is None and simulate is None:
+        devices = 1
+    recipe, options = read_run(directory, devices)
+    start_devices(devices, simulate, None)
     text = continue_text(
         recipe,
         options,

@@ -82,8 +82,9 @@ def check_alike(
         return
     first, *others = map(json.loads, texts_of_all(json.dumps(settings)))
     for process, other in enumerate(others, start=1):
-        for name, value in first.items():
-            there, here = repr(value), repr(other.get(name))  # as texts, since NaN is not NaN
+        for name in {**first, **other}:
+            # As texts, since NaN is not NaN.
+            there, here = repr(first.get(name)), repr(other.get(name))
             if there != here:
                 raise ArgumentError(
                     f"{call}: {name} is {_short(there)} in process 0, and {_short(here)} in "

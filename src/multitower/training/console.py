@@ -1,10 +1,12 @@
 """Shows a run while it trains: a live line on a terminal, plain lines elsewhere."""
 
 import contextlib
+import errno
+import os
 import sys
 import time
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
 from multitower.training.display import RunLine, line_in_words
 from multitower.training.progress import Hook, Progress
@@ -15,6 +17,54 @@ if TYPE_CHECKING:
 
 LINE_EVERY = 100
 REFRESH_PER_S = 5  # drawing takes time from CPU devices
+
+
+class Unheeded:
+    """An output for lines that nobody may read: what cannot be written is dropped.
+
+    A run goes on after `| head`, on a full disk, without stderr, and after its terminal has gone.
+
+    Args:
+        file: such as `sys.stderr`; None if the process has none.
+    """
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.encoding: str = getattr(file, "encoding", None) or "utf-8"
+
+    def write(self, text: str) -> int:
+        """Writes text; characters that the output does not have become question marks."""
+        try:
+            self._call("write", text)
+        except UnicodeEncodeError:
+            known = text.encode(self.encoding, "replace").decode(self.encoding)
+            self._call("write", known)
+        return len(text)
+
+    def flush(self) -> None:
+        """Writes what is in a buffer."""
+        self._call("flush")
+
+    def isatty(self) -> bool:
+        """Whether this is a terminal."""
+        return self._file is not None and self._file.isatty()
+
+    def fileno(self) -> int:
+        """Its number; as for `io.IOBase`, with an error if it has none."""
+        if self._file is None:
+            raise OSError(errno.EBADF, "there is no output")
+        return self._file.fileno()
+
+    def _call(self, name: str, *args: str) -> None:
+        if self._file is None:
+            return
+        try:
+            getattr(self._file, name)(*args)
+        except OSError as error:
+            if error.errno in (errno.EPIPE, errno.EIO):  # for good: Python would fail at its end
+                nothing = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nothing, self._file.fileno())
+                os.close(nothing)
 
 
 class Display(NamedTuple):
@@ -48,19 +98,24 @@ def shown_on_stderr(num_steps: int) -> Generator[Display]:
 
 
 def _print_on_stderr(line: str) -> None:
-    with contextlib.suppress(OSError):  # nobody reads it, or the disk is full: no reason to stop
-        print(line, file=sys.stderr, flush=True)
+    print(line, file=Unheeded(sys.stderr), flush=True)
 
 
 def _terminal() -> "Console | None":
-    if not sys.stderr.isatty():
+    output = Unheeded(sys.stderr)
+    if not output.isatty():
         return None
     try:
         from rich.console import Console  # noqa: PLC0415 (slow, and optional)
     except ImportError:
         return None
-    console = Console(stderr=True)
-    return console if console.is_terminal and not console.is_dumb_terminal else None
+    console = Console(file=cast("IO[str]", output))
+    return console if is_alive(console) else None
+
+
+def is_alive(console: "Console") -> bool:
+    """Whether a line can be redrawn: the console is a terminal that can move its cursor."""
+    return console.is_terminal and not console.is_dumb_terminal
 
 
 @contextlib.contextmanager
@@ -89,7 +144,7 @@ def live_line(num_steps: int, console: "Console") -> Generator[Display]:
     with Live(
         line,
         console=console,
-        redirect_stdout=sys.stdout.isatty(),  # output to a file is not drawn above the bar
+        redirect_stdout=Unheeded(sys.stdout).isatty(),  # files are not drawn above the bar
         refresh_per_second=REFRESH_PER_S,
     ) as live:
         try:

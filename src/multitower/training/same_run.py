@@ -200,8 +200,9 @@ def _listed(numbers: Sequence[float]) -> str:
 
 def _program(program: Any) -> dict[str, Any]:
     """The checksum of a program, and the constants in it by size."""
-    # The text shows addresses of functions, which differ from process to process.
-    text = re.sub(r"0x[0-9a-f]+", "", str(program))
+    # The text shows addresses of functions, which differ from process to process; `str` of a
+    # program has colours on a terminal.
+    text = re.sub(r"0x[0-9a-f]+", "", program.pretty_print(use_color=False))
     checksum = hashlib.sha256(text.encode())
     for constant in _arrays(program):
         checksum.update(np.asarray(constant).tobytes())

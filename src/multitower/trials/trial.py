@@ -312,7 +312,7 @@ class Trial:
         """Whether the program computes with 16-bit floats."""
         run = lambda rows: [self._run(rows, here).leaves]
         program = jax.make_jaxpr(run, axis_env=axis_of(1))(rows)
-        return "f16[" in str(program)
+        return "f16[" in program.pretty_print(use_color=False)
 
     def _weights(self) -> dict[int, str]:
         """The floats of the first argument, by their number among the shared leaves."""

@@ -161,7 +161,9 @@ def _passed_on_signals(
     if threading.current_thread() is not threading.main_thread():
         yield pass_on_missed  # only the main thread may handle signals
         return
-    before = {n: signal.signal(n, pass_on) for n in (signal.SIGTERM, signal.SIGINT)}
+    # What is ignored here is ignored by those that were started, too.
+    wanted = [n for n in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {n: signal.signal(n, pass_on) for n in wanted}
     try:
         yield pass_on_missed
     finally:
@@ -172,6 +174,12 @@ def _passed_on_signals(
 def _in_foreground() -> bool:
     """Whether a terminal sends Ctrl-C to this process and to those that it has started."""
     try:
-        return os.tcgetpgrp(sys.__stdin__.fileno()) == os.getpgrp() if sys.__stdin__ else False
-    except (OSError, ValueError):
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)  # wherever stdin comes from
+    except OSError:
         return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)

@@ -86,7 +86,8 @@ def _maker_of(names: Set[str]) -> str:
     if any(name.startswith(".local") for name in names):
         return (
             "other options of the step, which decide what towers keep of their own (towers, "
-            "sync_every, updates='asynchronous', max_staleness)"
+            "sync_every, updates='asynchronous', max_staleness), or, without towers=, on another "
+            "number of devices, with a tower on each"
         )
     if any(name.startswith(".loss_scale") for name in names):
         return "another compute_dtype: float16 keeps a loss scale"

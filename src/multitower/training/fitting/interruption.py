@@ -18,22 +18,30 @@ def is_stopping() -> bool:
 
 @contextmanager
 def noted_signals() -> Generator[list[int]]:
-    """Yields a list that gets the first SIGTERM or SIGINT; a second one acts as it did before."""
+    """Yields a list that gets the first SIGTERM or SIGINT; a second one acts as it did before.
+
+    A signal that is ignored, as SIGINT is in a background job of a shell script, stays so.
+    """
     caught: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield caught  # only the main thread may handle signals
         return
     found = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     # None: a handler of a program in C around Python, which could not be put back.
-    before = {number: handler for number, handler in found.items() if handler is not None}
+    others = None, signal.SIG_IGN
+    before = {number: handler for number, handler in found.items() if handler not in others}
     own = os.getpid()
 
     def note(number: int, _: FrameType | None) -> None:
         for one in _noted:  # the run around this one stops, too
             one.append(number)
-        signal.signal(number, before[signal.Signals(number)])
+        restore()
         if os.getpid() != own:  # a worker that a loader forked: the signal is for the worker
             os.kill(os.getpid(), number)
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
     for number in before:
         signal.signal(number, note)
@@ -42,5 +50,4 @@ def noted_signals() -> Generator[list[int]]:
         yield caught
     finally:
         _noted[:] = [one for one in _noted if one is not caught]
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        restore()
