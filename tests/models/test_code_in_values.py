@@ -27,7 +27,7 @@ import multitower as mt
 
 X, ONE = np.arange(4, dtype=np.float32), jnp.float32(1)
 scale = 1.0
-traced: list[int] = []
+traced: list[Any] = []
 held, call = None, lambda held, x: x
 
 
@@ -119,6 +119,10 @@ class Checkpointed(eqx.Module):
 class Struct:
     weight: Any
     act: Callable = flax.struct.field(pytree_node=False)
+
+    @property
+    def config(self):
+        return self.act
 
 
 def train_state(model):
@@ -213,6 +217,62 @@ def test_what_a_held_function_reads(name, way, monkeypatch):
     assert len(traced) == count
     monkeypatch.setitem(globals(), "scale", 10.0)
     assert way(own) == 10 * X.mean()
+
+
+def factor_of(config):
+    return config.get("factor") if isinstance(config, dict) else config[0]
+
+
+def times_a_setting(model):
+    def loss(w, x):
+        traced.append(1)
+        return w * x * model.weight * factor_of(model.config)
+
+    return float(mt.value_and_grad(loss, devices=2)(ONE, X)[0])
+
+
+def set_factor(config, factor):
+    config["factor" if isinstance(config, dict) else 0] = factor
+
+
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [
+        (Equinox, lambda: {"factor": 1.0}),
+        (Struct, lambda: [1.0]),
+        (Struct, lambda: np.ones(1)),
+    ],
+    ids=["dict", "list", "array"],
+)
+def test_settings_in_a_static_field_that_change(kind, make):
+    """Lie: the numbers of before, since a dict is equal to itself; or a compilation for nothing."""
+    config = make()
+    model = kind(ONE, config)
+    assert times_a_setting(model) == X.mean()
+    count = len(traced)
+    again = jax.tree.map(lambda leaf: leaf + 0, model)  # as an update makes it
+    assert times_a_setting(again) == X.mean()
+    assert len(traced) == count
+    set_factor(config, 10.0)
+    assert times_a_setting(again) == 10 * X.mean()
+    assert times_a_setting(kind(ONE, make())) == X.mean()
+
+
+@pytest.mark.parametrize(("one", "other"), [(1, True), (2, 2.0), (0.0, -0.0), ((0,), (False,))])
+def test_numbers_in_a_static_field_are_those_of_their_type(one, other):
+    """Lie: 1 is True, since they are equal."""
+
+    def run(model):
+        def loss(w, x):
+            traced.append(model.config)
+            return w * x * model.weight
+
+        mt.value_and_grad(loss, devices=2)(ONE, X)
+
+    run(Equinox(ONE, one))
+    assert repr(traced[-1]) == repr(one)
+    run(Equinox(ONE, other))
+    assert repr(traced[-1]) == repr(other)
 
 
 def of_the_environment(x):

@@ -79,6 +79,16 @@ def code_in(held: Sequence[Any], called: types.FunctionType | None = None) -> De
     return known[place]
 
 
+def settings_in(held: Sequence[Any]) -> Dependencies:
+    """The content of what may change beside the leaves of a tree; of what is unknown, the identity.
+
+    Args:
+        held: such as a dict of settings in a static field.
+    """
+    reader = _new_reader()
+    return Dependencies(tuple(map(reader.if_comparable, held)), (*reader.alive, *held))
+
+
 def content_of(
     value: Any, chains: Iterable[Chain] = ((),), called: types.FunctionType | None = None
 ) -> Dependencies:

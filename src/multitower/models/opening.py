@@ -18,6 +18,7 @@ from multitower.models.dependencies import (
     code_in,
     content_of,
     dependencies_of,
+    settings_in,
 )
 from multitower.models.equinox import is_equinox
 from multitower.models.nnx import code_of_nnx, is_nnx
@@ -42,6 +43,9 @@ _ONE_LEAF = jax.tree.structure(0)
 _PLAIN = (bool, int, float, str, bytes, types.NoneType)
 _DICTS = (dict, collections.defaultdict)
 _CONTAINERS = (None, type(None), tuple, list, dict)
+_NUMBERS, _TEXTS = {bool, int, float, complex}, {str, bytes, types.NoneType}
+# What is equal in two structures only if it is the same; what it uses besides counts as code.
+_CODE: Any = (types.FunctionType, METHOD, type, functools.partial, jax.custom_jvp, jax.custom_vjp)
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,7 @@ class _Cell:
         leaves: `_ARRAY`, a `_Module`, an OpenFunction, an `_Again`, or a `_Leaf`.
         original: the variable, if the function may want to write into it.
         code: what users' methods, and functions in static fields, use.
+        fixed: what else static fields hold; see `_fixed_in`.
         attributes: what is read by name of a function that it holds, such as `helper.calls`.
     """
 
@@ -135,6 +140,7 @@ class _Cell:
     orders: tuple[tuple[Any, ...], ...] = ()
     original: types.CellType | None = field(default=None, compare=False)
     code: Dependencies | None = None
+    fixed: Any = None
     attributes: Dependencies | None = None
 
     def close(self, left: Left) -> types.CellType:
@@ -300,9 +306,10 @@ class Opener:
         code = _code_around(nodes, leaves, treedef)
         orders = _orders_of(nodes)
         used = code_in(code, self._way[0]) if code else None
+        fixed = _fixed_in(treedef)
         if name in self._names and self.rows.setdefault(name, held) is held:
             self._num_taken += 1
-            return _Cell(name, None, (), orders, code=used)
+            return _Cell(name, None, (), orders, code=used, fixed=fixed)
         before = self._num_taken
         arrays: Any = jax.Array | np.ndarray
         if _is_record(held, leaves):
@@ -314,7 +321,7 @@ class Opener:
         opened = tuple(self._open_leaf(leaf, arrays, chains) for leaf in leaves)
         if self._num_taken > before or held is None or isinstance(held, tuple) or is_leaf:
             read = self._attributes(name, held)
-            return _Cell(None, treedef, opened, orders, code=used, attributes=read)
+            return _Cell(None, treedef, opened, orders, code=used, fixed=fixed, attributes=read)
         # A list or dict without arrays stays itself: the function may want to write into it.
         read = Names.of(self._way[-1].__code__).free.get(name, ())
         if any(chain[:1] and chain[0] in WRITES for chain in read):
@@ -408,7 +415,7 @@ def _code_in_structure(treedef: Any) -> tuple[Any, ...]:
     """The code that a structure holds beside the leaves of its tree, such as in static fields."""
     try:
         return _code_in_hashable(treedef)
-    except (TypeError, RecursionError):  # then a function with it hardly shares its program
+    except Exception:  # what it holds has no hash or no ==, and so hardly shares its program
         return ()
 
 
@@ -418,6 +425,32 @@ def _code_in_hashable(treedef: Any) -> tuple[Any, ...]:
     found = {id(one): one for one in code_within([fixed] if kind not in _CONTAINERS else ())}
     inner = (one for child in treedef.children() for one in _code_in_hashable(child))
     return (*found.values(), *inner)
+
+
+def _fixed_in(treedef: Any) -> Any:
+    """What a structure holds beside the leaves of its tree and code, hashable.
+
+    Two structures are equal if this compares as equal. But a dict of settings in a static field is
+    equal to itself also when it has changed, and 1 is equal to 1.0 and True.
+    """
+    numbers: list[Any] = []
+    others: dict[int, Any] = {}
+    left = [treedef]
+    while left:
+        inner = left.pop()
+        left += inner.children()
+        kind, data = inner.node_data() or (None, None)
+        held = [] if kind in _CONTAINERS else [data]
+        while held:
+            one = held.pop()
+            of = type(one)  # looked up, since a large model has thousands of them
+            if of in _NUMBERS:
+                numbers.append(of if one else repr(one))  # 0.0 and -0.0 are equal
+            elif isinstance(one, tuple):
+                held += one
+            elif of not in _TEXTS and id(one) not in others and not isinstance(one, _CODE):
+                others[id(one)] = one
+    return tuple(numbers), settings_in([*others.values()]) if others else None
 
 
 def _orders_of(nodes: Iterable[Any]) -> tuple[tuple[Any, ...], ...]:
