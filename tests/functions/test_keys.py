@@ -199,6 +199,23 @@ def test_a_legacy_key_beside_two_rows_is_a_key(towers):
     np.testing.assert_array_equal(found, drawn_by(key, 2, 1))
 
 
+@pytest.mark.parametrize("way", ["an argument", "closed over", "a state"])
+def test_a_legacy_key_of_four_numbers_is_a_key(way):
+    # The lie: with rbg, a key of PRNGKey is four numbers that all towers share.
+    with jax.default_prng_impl("rbg"):
+        key = jax.random.PRNGKey(0)
+        assert key.shape == (4,)
+        if way == "a state":
+            used = lambda w, key, x: ((w * x).sum(1), (jax.random.split(key)[0], noise(key, x)))
+            run = mt.value_and_grad(used, has_aux=True, in_axes=(None, None, 0), devices=2)
+            (_, (_, drawn)), _ = run(1.0, key, X[:2])
+        elif way == "closed over":
+            drawn = mt.make_parallel(lambda x: noise(key, x), devices=2)(X[:2])
+        else:
+            drawn = mt.make_parallel(noise, devices=2)(key, X[:2])
+    assert not np.array_equal(drawn[0], drawn[1])
+
+
 @both_kinds
 def test_a_key_that_is_shared_by_mistake_is_named(make_key):
     def loss(w, x, extra):

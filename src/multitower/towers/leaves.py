@@ -24,8 +24,19 @@ def is_packed(dtype: Any) -> bool:
 
 
 def is_legacy_key(leaf: Any) -> bool:
-    """Whether a leaf looks like a key of `jax.random.PRNGKey`: uint32, shape (2,)."""
-    return getattr(leaf, "dtype", None) == np.uint32 and leaf.shape == (2,)
+    """Whether a leaf looks like a key of `jax.random.PRNGKey`: uint32, shape (2,).
+
+    With `jax_default_prng_impl="rbg"` its shape is (4,).
+    """
+    if getattr(leaf, "dtype", None) != np.uint32:
+        return False
+    config: Any = jax.config  # its options are not in its type
+    return leaf.shape == _shape_of_legacy_keys(config.jax_default_prng_impl)
+
+
+@functools.lru_cache(maxsize=8)
+def _shape_of_legacy_keys(impl: str) -> tuple[int, ...]:
+    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl))).shape
 
 
 def is_traced(leaf: Any) -> bool:
