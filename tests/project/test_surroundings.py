@@ -187,6 +187,18 @@ def test_gradients_inside_a_tower_are_refused(towers):
         mt.make_parallel(lambda x: x * step(state, x)[1]["loss"], devices=2, towers=towers)(X)
 
 
+def test_random_numbers_without_a_key_are_refused():
+    # The lie: XLA draws the same ones for every device, and whenever it compiles.
+    def loss(w, x):
+        noise = jax.lax.scan(lambda c, _: (c, jax.lax.rng_uniform(0.0, 1.0, x.shape)), 0, None, 2)[
+            1
+        ]
+        return (w * x + noise[0]).sum(1)
+
+    with pytest.raises(mt.OutputError, match=r"rng_uniform at .*draws without a key"):
+        mt.value_and_grad(loss, devices=2, towers=4)(1.0, np.ones((8, 3), np.float32))
+
+
 def test_a_callback_in_an_order():
     def ordered(x):
         io_callback(lambda value: None, None, x, ordered=True)

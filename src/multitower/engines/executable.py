@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from multitower.engines.collectives import first_collective, place_of
 from multitower.errors import ArgumentError, OutputError
 from multitower.towers.leaves import shape_of
 from multitower.towers.refusals import refuse_overwritten
@@ -92,7 +93,8 @@ def compile_for_each(
         One executable per device, in the same order.
 
     Raises:
-        OutputError: the function has ordered effects, such as a callback with `ordered=True`.
+        OutputError: the function has ordered effects, such as a callback with `ordered=True`, or
+            random numbers without a key.
         ArgumentError: an argument has a dtype of less than a byte.
     """
     _refuse_packed(arguments)
@@ -106,6 +108,7 @@ def compile_for_each(
         return jitted.trace(*jax.tree.map(lambda x: shape_of(x, there), tuple(arguments)))
 
     first = trace(devices[0])
+    _refuse_keyless(first.jaxpr)
     if compiler_options is not None:
         from multitower.engines.scatters import sorting  # noqa: PLC0415 (importing stays quick)
 
@@ -162,6 +165,16 @@ def _refuse_order(effects: Iterable[Any]) -> None:
         raise OutputError(
             "the function has a callback with ordered=True (io_callback, jax.debug.print), and "
             "towers run side by side. Say ordered=False, or print what the function returns."
+        )
+
+
+def _refuse_keyless(program: Any) -> None:
+    """Refuses random numbers without a key: XLA chooses them anew whenever it compiles."""
+    found = first_collective(program, lambda equation: equation.primitive.name == "rng_uniform")
+    if found is not None:
+        raise OutputError(
+            f"{place_of(found)} draws without a key, so that every device and every run gets "
+            "other numbers. Draw from a key: jax.random.uniform(key, shape, minval=, maxval=)."
         )
 
 
