@@ -26,6 +26,7 @@ import importlib.metadata
 import inspect
 import math
 import operator
+import os
 import re
 import shlex
 import sys
@@ -315,5 +316,7 @@ def _is_inside(file: str) -> bool:
     return file.startswith(_OWN) or any(name in file for name in _BETWEEN)
 
 
-_OWN = str(Path(__file__).parent)
-_BETWEEN = ("/site-packages/jax/", "/contextlib.py", "/functools.py", "<frozen")
+_OWN = str(Path(__file__).parent) + os.sep
+# Where libraries are installed; Debian's Python, which Colab uses, has a name of its own for it.
+LIBRARIES = ("/site-packages/", "/dist-packages/")
+_BETWEEN = (*(f"{one}jax/" for one in LIBRARIES), "/contextlib.py", "/functools.py", "<frozen")

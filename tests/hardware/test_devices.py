@@ -160,6 +160,22 @@ def test_device_is_the_home_of_new_arrays_and_of_these_only():
         pass
 
 
+@pytest.mark.parametrize("spec", [3, ["cpu:3", "cpu:1"], None])
+def test_a_number_or_a_list_is_no_home_of_new_arrays(spec):
+    """Lie: mt.device(3) is the fourth device."""
+    with pytest.raises(mt.DeviceError, match=r"not the name of one device: say mt\.device"):
+        mt.device(spec).__enter__()
+
+
+def test_devices_in_errors_have_the_names_that_are_accepted(monkeypatch):
+    """Lie: process 1 has cpu:2048 and cpu:2049, which are its cpu:0 and cpu:1."""
+    own = [SimpleNamespace(platform="cpu", id=2048 + number) for number in range(2)]
+    monkeypatch.setattr(jax, "local_devices", lambda **_: own)
+    for wrong in (3, "cpu:2048"):
+        with pytest.raises(mt.DeviceError, match=r"cpu:0, cpu:1\."):
+            mt.devices(wrong)
+
+
 STEPS_WITHOUT_A_SYNC = """
 import sys
 num_devices, num_steps = map(int, sys.argv[1:])

@@ -81,6 +81,10 @@ def test_two_runs_of_the_same_second_have_two_directories(tmp_path, monkeypatch)
     assert paths == [first, f"{first}-2", f"{first}-3"]
 
 
+def test_a_recipe_with_a_slash_in_its_name_has_a_directory(tmp_path):
+    assert fresh_run_directory(tmp_path, "resnet/50").name.startswith("resnet-50-")
+
+
 def test_a_run_that_is_refused_leaves_the_configuration_of_the_other(tmp_path):
     """Lie: it is overwritten first, and the other run is resumed as what it was not."""
     config = {"recipe": "digits", "options": {"seed": 1}}

@@ -274,6 +274,50 @@ def test_a_loader_of_test_batches_and_options_of_numpy(tmp_path):
     assert scored["examples"] is None
 
 
+def with_values(key):
+    return jnp.asarray(np.asarray(jax.random.normal(key, (3,))))  # as weights from a file
+
+
+def scaled(params, batch):
+    return {name: batch["scale"] * value for name, value in metrics(params, batch).items()}
+
+
+def of_towers(params, batch):
+    found = metrics(params, batch)
+    return {**found, "loss": found["loss"] + 0 * jax.lax.pmean(params[0], "towers")}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"init": with_values},
+        {"data": lambda: DataSets(load().train, {**load().test, "scale": 1.0}), "metrics": scaled},
+        {"metrics": of_towers},
+    ],
+    ids=["values of weights", "a shared number", "other towers"],
+)
+def test_what_trains_can_keep_the_best(changes, tmp_path):
+    # The lie: a check of the name of a score that fails where the run does not.
+    recipe = dataclasses.replace(LINE, **changes)
+    options = RunOptions(steps=2, evaluate_every=1, keep_best="loss", best="min", devices=2)
+    job = RecipeJob.of(recipe, options, tmp_path)
+    job.check_scores()
+    assert job.test(job.trainer.step.init(**job.first_state())).keys() == {"loss", "accuracy"}
+    if "init" in changes:
+        plan(recipe, RunOptions(devices=2), machines=1, memory=None)  # raises no error
+
+
+def test_a_score_with_several_numbers_is_no_error_at_the_end(tmp_path):
+    # The lie: a run that has made all of its steps, and has no result.
+    pair = lambda params, batch: {**metrics(params, batch), "pair": batch["x"][:, :2]}
+    recipe, options = dataclasses.replace(LINE, metrics=pair), RunOptions(steps=1, devices=1)
+    result = run(recipe, options, directory=tmp_path)
+    assert "test_loss" in result
+    assert "test_pair" not in result
+    found = score(recipe, options, tmp_path)["test_pair"]
+    np.testing.assert_allclose(found, load().test["x"][:, :2].mean(0), atol=1e-6)
+
+
 def test_a_recipe_that_changes_the_working_directory(tmp_path, monkeypatch):
     """Lie: a run in two directories, of which neither can be resumed."""
     monkeypatch.chdir(tmp_path)

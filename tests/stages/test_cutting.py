@@ -58,6 +58,13 @@ def test_leaves_that_are_cut_together_are_of_one_stage():
     assert chain_of(loss, weights(4, 4, 4, 4), 3).homes == (0, 1, 2)
 
 
+def test_a_mark_on_a_constant_is_of_the_first_stage():
+    def loss(params, x):
+        return (cut(jnp.float32(2.0)) * cut(x @ params[0]) @ params[1]).sum()
+
+    assert chain_of(loss, weights(4, 4, 4), 2).homes == (0, 1)
+
+
 def test_what_no_product_needs_is_made_in_the_first_stage_that_uses_it():
     # The lie: in the stage of the use that the program has first.
     def loss(params, x):

@@ -37,6 +37,20 @@ def test_one_line_per_step_also_after_a_resume(tmp_path):
     assert lines[-1] == {"phase": "train", "step": 4, "loss": 0.25, "examples_per_s": 1234.6}
 
 
+@pytest.mark.parametrize(
+    "make", [lambda: MetricsFile("metrics.jsonl"), lambda: EventFiles("events")]
+)
+def test_a_hook_that_was_made_here_writes_here(make, tmp_path, monkeypatch):
+    # The lie: the points of one run in two directories, after the loader has changed to another.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    with make() as hook:
+        monkeypatch.chdir(tmp_path / "other")
+        report(hook, [1])
+    assert len([*tmp_path.iterdir()]) == 2
+    assert not [*(tmp_path / "other").iterdir()]
+
+
 def test_a_run_that_ended_before_its_test_phase_keeps_its_last_step(tmp_path):
     """Lie: a run that was killed between its last checkpoint and its result loses a line."""
     path, phases = tmp_path / "metrics.jsonl", []

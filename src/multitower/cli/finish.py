@@ -9,7 +9,7 @@ from typing import Any
 from multitower.cli.console import say, say_parts, show_progress
 from multitower.errors import Interrupted, NonFiniteError, RunError
 from multitower.recipes.definition import Recipe
-from multitower.runs.directory import CHECKPOINTS, PROFILE, REPORT, RESULT
+from multitower.runs.directory import CHECKPOINTS, CONFIG, PROFILE, REPORT, RESULT
 from multitower.runs.options import RunOptions
 from multitower.runs.pipeline import pipeline_in_words, planned_pipeline
 from multitower.runs.report_page.overview import profile_in_words
@@ -70,11 +70,19 @@ def told_how_to_resume(directory: Path) -> Generator[None]:
     except NonFiniteError as error:
         if not any(checkpoints.glob("*")):
             raise
-        raise NonFiniteError(f"{error} The steps since the last one again: {command}") from error
+        config = shlex.quote(str(directory / CONFIG))
+        raise NonFiniteError(
+            f"{error} To make the steps since the last one again: {command}. To train anew without "
+            f"such steps: multitower train --config {config} --on-nonfinite skip"
+        ) from error
+    except Exception as error:  # of the user's loader or test phase, with a note that it is saved
+        if notes := getattr(error, "__notes__", []):
+            error.__notes__ = [_continued(one, command) for one in notes]
+        raise
 
 
-def _continued(error: Exception, command: str) -> str:
-    """The message of an error, with a command in place of a call of `fit`."""
+def _continued(error: Exception | str, command: str) -> str:
+    """The message of an error, or a note, with a command in place of a call of `fit`."""
     what, call, _ = str(error).partition(" To continue, call fit(")
     return f"{what} To continue: {command}" if call else what
 

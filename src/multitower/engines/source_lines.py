@@ -1,10 +1,13 @@
 """The line of the user's program that an equation of a traced program came from."""
 
 import linecache
+import os
 from pathlib import Path
 from typing import Any
 
-_OWN = str(Path(__file__).parents[1])  # the whole package
+from multitower.errors import LIBRARIES
+
+_OWN = str(Path(__file__).parents[1]) + os.sep  # the whole package
 
 
 def line_of(equation: Any) -> str | None:
@@ -27,4 +30,4 @@ def line_of(equation: Any) -> str | None:
 
 def _is_ours(file: str) -> bool:
     """Whether a file belongs to JAX, to this library or to another one, and not to the user."""
-    return "/site-packages/" in file or file.startswith((_OWN, "<frozen"))
+    return file.startswith((_OWN, "<frozen")) or any(place in file for place in LIBRARIES)

@@ -52,7 +52,7 @@ def device(spec: str | jax.Device, *, soft: bool = False) -> Generator[jax.Devic
         The `jax.Device`.
 
     Raises:
-        DeviceError: the device does not exist and `soft` is false.
+        DeviceError: the device does not exist and `soft` is false, or `spec` is a number or a list.
 
     Example:
         >>> import jax.numpy as jnp
@@ -62,6 +62,11 @@ def device(spec: str | jax.Device, *, soft: bool = False) -> Generator[jax.Devic
         >>> x.devices()
         {CpuDevice(id=1)}
     """
+    if not isinstance(spec, str | jax.Device):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise DeviceError(
+            f"mt.device({spec!r}) is not the name of one device: say mt.device('cpu:1'), or for "
+            "several devices mt.devices."
+        )
     chosen = devices(spec, soft=soft)[0]
     with jax.default_device(chosen):
         yield chosen
@@ -140,10 +145,7 @@ def _first(count: int, soft: bool) -> list[jax.Device]:
         raise DeviceError(f"devices={count}: at least one device is needed.")
     if count <= len(everything):
         return everything[:count]
-    missing = (
-        f"devices={count}, but this process has {len(everything)}: "
-        f"{', '.join(device_name(d) for d in everything)}."
-    )
+    missing = f"devices={count}, but this process has {len(everything)}: {_names(everything)}."
     if soft:
         _fall_back(missing, everything)
         return everything
@@ -182,13 +184,18 @@ def _named(name: str, soft: bool) -> list[jax.Device]:
         return [local[int(index)]]
     there = _all()
     cpus = [d for d in there if d.platform == "cpu"]
-    names = ", ".join(device_name(d) for d in there)
-    missing = f"there is no device {name!r} in this process; it has {names}."
+    missing = f"there is no device {name!r} in this process; it has {_names(there)}."
     if soft:
         chosen = local[:1] or there[:1] if index is not None else (cpus or there)
         _fall_back(missing, chosen)
         return chosen
     raise DeviceError(f"{missing} Name one of these, or pass soft=True to fall back to one.")
+
+
+def _names(own: Sequence[jax.Device]) -> str:
+    """The names of all devices of this process; `jax.Device.id` counts those of other processes."""
+    kinds = [one.platform for one in own]
+    return ", ".join(f"{kind}:{kinds[:place].count(kind)}" for place, kind in enumerate(kinds))
 
 
 def _fall_back(missing: str, chosen: Sequence[jax.Device]) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from multitower.errors import LIBRARIES
 from multitower.towers.leaves import device_dtype
 
 METHOD = types.MethodType | types.BuiltinFunctionType | types.MethodWrapperType
@@ -117,8 +118,7 @@ def _is_installed_class(cls: type) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _is_installed_file(file: str | None) -> bool:
     """Whether a file belongs to a library; code of a notebook or terminal does not."""
-    places = ("/site-packages/", "/dist-packages/")
-    return file is not None and (file.startswith(_INSTALLED) or any(p in file for p in places))
+    return file is not None and (file.startswith(_INSTALLED) or any(p in file for p in LIBRARIES))
 
 
 _CALLED = (types.FunctionType, METHOD, type, functools.partial, jax.custom_jvp, jax.custom_vjp)

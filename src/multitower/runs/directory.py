@@ -126,7 +126,7 @@ def fresh_run_directory(parent: Path, name: str) -> Path:
         ...     )
         False
     """
-    stamp = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    stamp = f"{name.replace(os.sep, '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
     number = 1
     while True:
         path = parent / (stamp if number == 1 else f"{stamp}-{number}")

@@ -123,7 +123,7 @@ class RecipeJob:
         model_state = None if recipe.model_state is None else recipe.model_state()
         params = functools.partial(recipe.init, key)
         in_parts = self.options.stages is not None or self.options.shard_params
-        if not in_parts or not _can_be_traced(params):
+        if not in_parts or not can_be_traced(params):
             params = params()
         return {"params": params, "model_state": model_state, "rng": rng}
 
@@ -158,13 +158,16 @@ class RecipeJob:
         if not any(named.values()) or is_iterator(self.data.test):  # its rows are not known yet
             return
         recipe = self.recipe
-        row = jax.tree.map(lambda leaf: leaf[:1], self.data.test)
+        row = jax.tree.map(lambda leaf: leaf[:1] if np.ndim(leaf) else leaf, self.data.test)
         extras: dict[str, Any] = {}
         if takes(recipe.metrics, "model_state") and recipe.model_state is not None:
             extras["model_state"] = recipe.model_state()
         score = functools.partial(recipe.metrics, **extras)
-        params = jax.eval_shape(recipe.init, jax.random.key(0))
-        scores = jax.eval_shape(score, params, row)
+        try:
+            params = jax.eval_shape(recipe.init, jax.random.key(0))
+            scores = jax.eval_shape(score, params, row)
+        except Exception:  # they use values, or other towers: the first test phase checks the names
+            return
         for option, name in named.items():
             if name is not None:
                 check_score(name, scores, option)
@@ -237,9 +240,11 @@ class RecipeJob:
         return facts
 
 
-def for_json(value: float) -> float | None:
-    """A finite number, or None, since JSON has no NaN and no infinity."""
-    return value if math.isfinite(value) else None
+def for_json(value: Any) -> Any:
+    """A finite number, or None, since JSON has no NaN and no infinity; an array as lists."""
+    if np.ndim(value):
+        return [for_json(one) for one in value]
+    return float(value) if math.isfinite(value) else None
 
 
 def plain(value: Any) -> Any:
@@ -254,7 +259,7 @@ def plain(value: Any) -> Any:
     return value if is_json else str(value)
 
 
-def _can_be_traced(make: Callable[[], Any]) -> bool:
+def can_be_traced(make: Callable[[], Any]) -> bool:
     """Whether a function can be traced, which means that it does not use values of arrays.
 
     An error in it is raised later, when it is called.

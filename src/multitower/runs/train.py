@@ -8,6 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from multitower.errors import MultitowerError, warn
 from multitower.processes.together import is_first, of_first
 from multitower.recipes.definition import Recipe
@@ -134,7 +136,11 @@ def run(
     result: dict[str, Any] = {
         **job.facts(),
         "steps": made,
-        **{f"test_{name}": for_json(value) for name, value in tested[made].items()},
+        **{
+            f"test_{name}": for_json(value)
+            for name, value in tested[made].items()
+            if not np.ndim(value)  # the report shows no arrays
+        },
         "fingerprint": fingerprint(state),
         "examples_per_s": rate,
         "seconds": round(time.perf_counter() - began, 3),

@@ -64,14 +64,14 @@ def _levels_by_marks(program: Program) -> tuple[list[int], int]:
     for is_group, steps in _groups_of_marks(program):
         found = [[levels.get(x, _FLOATING) for x in numbers_in(step.inputs)] for step in steps]
         if is_group:  # all leaves of one call are cut together
-            level = max(0, *(one for each in found for one in each))
+            level = max([0, *(one for each in found for one in each)])
             places += [level] * len(steps)
             levels.update((number, level + 1) for step in steps for number in step.outputs)
         else:
             level = max(found[0], default=_FLOATING)
             places.append(level)
             levels.update((number, level) for number in steps[0].outputs)
-    return places, max(0, *levels.values()) + 1
+    return places, max([0, *levels.values()]) + 1
 
 
 def _groups_of_marks(program: Program) -> list[tuple[bool, list[Step]]]:

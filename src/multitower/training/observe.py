@@ -48,7 +48,7 @@ class MetricsFile:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
+        self._path = Path(path).absolute()  # also after a change of the working directory
         self._file: Any = None
         self._last = math.inf  # the last training step written; the first one may be made again
 
@@ -167,7 +167,7 @@ class EventFiles:
                 "event files need tensorboardX, which is not installed. "
                 f"Run: {install_command('tensorboardX')}"
             ) from error
-        self._directory = Path(directory)
+        self._directory = Path(directory).absolute()  # as for `MetricsFile`
         self._texts = dict(texts or {})
         self._writers: dict[str, tuple[Any, EventFile]] = {}
         self._last = math.inf  # the last training step written; the first one may be made again

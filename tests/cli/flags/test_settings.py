@@ -18,6 +18,7 @@ def test_flags_and_pairs_become_one_dict(tmp_path, monkeypatch):
         "c": "",
     }
     # Absolute, so that a resume from another directory reads the same files.
+    assert collect_settings(["data=here"], None, synthetic=False)["data"] == str(tmp_path / "here")
     assert collect_settings([], Path("here"), synthetic=True) == {
         "data": str(tmp_path / "here"),
         "synthetic": "true",

@@ -119,7 +119,8 @@ def collect_settings(
         name, equals, value = pair.partition("=")
         if not (name and equals):
             raise RunError(f"--set {pair}: say NAME=VALUE, for example --set lr_base=0.002.")
-        found.append((name, value))
+        # Paths are absolute, so that a resume finds them from anywhere.
+        found.append((name, str(Path(value).expanduser().absolute()) if name == "data" else value))
     if data is not None:
         found.append(("data", str(data.absolute())))
     if synthetic:

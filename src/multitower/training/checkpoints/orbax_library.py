@@ -9,7 +9,15 @@ from typing import Any
 
 from multitower.errors import CheckpointError, install_command
 
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.ENOENT)
+_DISK_ERRORS = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EIO,
+    errno.ENOENT,
+)
 
 
 def load_orbax() -> Any:

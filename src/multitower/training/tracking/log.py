@@ -123,8 +123,8 @@ class ExperimentLog:
     def _give_up(self, error: Exception) -> None:
         self._run = None
         warn(
-            f"{self._service}: {error}. The run goes on and logs nothing more there; metrics.jsonl "
-            "has all of it."
+            f"{self._service}: {error}. The run goes on and logs nothing more there; a file has "
+            "all of it, metrics.jsonl of multitower train, or that of mt.MetricsFile as a hook."
         )
 
     def __enter__(self) -> "ExperimentLog":
