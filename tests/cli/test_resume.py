@@ -11,6 +11,7 @@ import pytest
 import multitower as mt
 import places
 from forks import Fork
+from multitower.cli.finish import told_how_to_resume
 from multitower.cli.main import main
 from processes import clean_environment, run_fork
 
@@ -208,10 +209,15 @@ def test_clip_norm_is_kept_by_a_resume(tmp_path):
         (
             mt.Interrupted("SIGINT: saved. To continue, call fit(x).", 2),
             130,
-            "saved. To continue: ",
+            "saved. To continue: {resume}",
         ),
-        (mt.RunError("no batch. To continue, call fit(x)."), 2, "no batch. To continue: "),
-        (mt.NonFiniteError("step 9 of 9: the loss is nan."), 2, "last one again: "),
+        (mt.RunError("no batch. To continue, call fit(x)."), 2, "no batch. To continue: {resume}"),
+        (
+            mt.NonFiniteError("step 9 of 9: the loss is nan."),
+            2,
+            "last one again: {resume}. To train anew without such steps: multitower train --config "
+            "'{run_dir}/config.json' --on-nonfinite skip",
+        ),
     ],
 )
 def test_a_run_that_stops_says_how_to_resume_it(error, code, said, monkeypatch, tmp_path, capsys):
@@ -224,7 +230,18 @@ def test_a_run_that_stops_says_how_to_resume_it(error, code, said, monkeypatch, 
     monkeypatch.setattr(importlib.import_module("multitower.cli.finish"), "run", stop)
     (run_dir / "config.json").write_text('{"recipe": "digits", "options": {}}')
     assert main(["resume", str(run_dir), "--devices", "1"]) == code
-    assert capsys.readouterr().err.endswith(f"{said}multitower resume '{run_dir}'\n")
+    said = said.format(resume=f"multitower resume '{run_dir}'", run_dir=run_dir)
+    assert capsys.readouterr().err.endswith(f"{said}\n")
+
+
+def test_a_note_of_an_error_says_how_to_resume_it(monkeypatch, tmp_path):
+    # The lie: on the command line, too, a call of `fit` goes on.
+    error = KeyError("a loader's own")
+    error.add_note("The state after step 4 is saved. To continue, call fit(..., resume=True).")
+    with pytest.raises(KeyError) as told, told_how_to_resume(tmp_path):
+        raise error
+    note = f"The state after step 4 is saved. To continue: multitower resume {tmp_path}"
+    assert told.value.__notes__ == [note]
 
 
 def test_the_fingerprint_is_shown_where_it_can_be_compared(monkeypatch, tmp_path, capsys):
