@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
 import multitower as mt
@@ -226,6 +228,23 @@ def test_devices_that_cannot_start_are_told(spec, error, said, monkeypatch):
     monkeypatch.setattr(jax, "local_devices", fail)
     with pytest.raises(mt.DeviceError, match=f"JAX cannot start its devices: .*{said}"):
         mt.devices(spec)
+
+
+def test_stages_without_a_cpu_say_what_to_set(monkeypatch):
+    """Lie: JAX_PLATFORMS=cuda, as GPU users set it, leaves the host without a device."""
+    found = jax.local_devices
+
+    def without_cpu(*args, backend=None, **how):
+        if backend == "cpu":
+            raise RuntimeError("Unknown backend: 'cpu' requested")
+        return found(*args, backend=backend, **how)
+
+    monkeypatch.setattr(jax, "local_devices", without_cpu)
+    step = mt.train_step(
+        lambda w, x: ((x @ w) ** 2).mean(1), optax.adam(0.1), devices=2, towers=2, stages=1
+    )
+    with pytest.raises(mt.DeviceError, match=r"Say JAX_PLATFORMS=.*,cpu\."):
+        step(step.init(jnp.ones((3, 3))), np.ones((4, 3), np.float32))
 
 
 @pytest.mark.parametrize("spec", [[1], [0, 1], (2, "cpu:0")])

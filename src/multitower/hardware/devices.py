@@ -87,6 +87,23 @@ def hashable_spec(spec: DeviceSpec | None) -> DeviceSpec | None:
     return spec
 
 
+def host_device() -> jax.Device:
+    """A CPU device of this process, for arrays that stay in the host's memory.
+
+    Raises:
+        DeviceError: JAX has none, because `JAX_PLATFORMS` leaves CPUs out.
+    """
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError as error:
+        config: Any = jax.config  # its options are not in its type
+        named = config.jax_platforms
+        raise DeviceError(
+            f"JAX_PLATFORMS={named} leaves out the CPU, in whose memory stages= and the like keep "
+            f"arrays that no device needs yet. Say JAX_PLATFORMS={named},cpu."
+        ) from error
+
+
 def devices_in_words(count: int) -> str:
     """A number of devices, in words.
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from multitower.engines.segments import Program, is_call, open_calls, slice_of
 from multitower.errors import ArgumentError
+from multitower.hardware.devices import host_device
 from multitower.models.modules import Model, is_model, take_model
 from multitower.steps.runner import own_copy
 from multitower.towers.leaf_shards import shardings_of
@@ -112,7 +113,7 @@ def _unmade(make: Callable[[], Any]) -> Any:
     )
     if not isinstance(found, Model):
         return found
-    host = jax.local_devices(backend="cpu")[0]
+    host = host_device()
     fixed, state = jax.tree.map(lambda leaf: leaf.made(host), (found.fixed, found.state))
     return replace(found, fixed=fixed, state=state)
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from multitower.engines.equal_programs import EqualPrograms
 from multitower.engines.segments import is_call, open_calls, slice_of
+from multitower.hardware.devices import host_device
 from multitower.stages.layout import Layout
 from multitower.steps.optimizing.update import begin
 from multitower.steps.parts import StepParts
@@ -46,7 +47,7 @@ class First(NamedTuple):
 
     def whole(self) -> Fields:
         """The whole state in the host's memory, for a user who reads it; keys are not moved."""
-        host = _host()
+        host = host_device()
         with jax.default_device(host):
             params = jax.tree.map(lambda leaf: _made(leaf, host), self.fields.params)
             opt_state, ema = self.begin(params)
@@ -97,7 +98,7 @@ class First(NamedTuple):
                     found[r][home][i] = jax.device_put(own, layout.device(r, home))
                 continue
             # Each stage keeps some of the stacked layers, cut on the host from all of them.
-            whole = leaf.made(_host()) if isinstance(leaf, Unmade) else leaf
+            whole = leaf.made(host_device()) if isinstance(leaf, Unmade) else leaf
             for stage, (first, last) in homes.rows[i].items():
                 for r in replicas:
                     found[r][stage][i] = copied(whole[first:last], layout.device(r, stage))
@@ -179,7 +180,3 @@ def _on_host(leaf: Any) -> Any:
     copy = np.array(leaf, dtype=device_dtype(leaf))
     copy.flags.writeable = False  # what a user wrote into it would be lost
     return copy
-
-
-def _host() -> jax.Device:
-    return jax.local_devices(backend="cpu")[0]

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from multitower.hardware.devices import host_device
 from multitower.processes.together import whole_on_host
 from multitower.stages.layout import Layout
 from multitower.steps.runner import own_copy
@@ -153,7 +154,7 @@ def parts_of(fields: Fields, homes: Homes, layout: Layout) -> StagedParts:
 
 def on_cpu(fields: Fields) -> Fields:
     """The fields as JAX arrays in the host's memory: a traced loss may index them with tracers."""
-    cpu = jax.local_devices(backend="cpu")[0]
+    cpu = host_device()
     put = lambda x: jax.device_put(x, cpu) if isinstance(x, np.ndarray) else x
     return jax.tree.map(put, fields)
 

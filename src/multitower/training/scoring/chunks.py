@@ -10,6 +10,7 @@ import numpy as np
 
 from multitower.engines.tracing import some_rows_repeat
 from multitower.errors import BatchError, OutputError, whole_number
+from multitower.hardware.devices import host_device
 from multitower.towers.feeding import shard
 from multitower.towers.lazy_rows import LazyRows
 from multitower.towers.placement import place
@@ -237,7 +238,7 @@ def _unchanging(leaf: Any) -> Any:
     """A NumPy array as a JAX array in the host's memory, which stages copy only once."""
     if not isinstance(leaf, np.ndarray):
         return leaf
-    return jax.device_put(leaf, jax.local_devices(backend="cpu")[0])
+    return jax.device_put(leaf, host_device())
 
 
 def check_same_data(call: str, data: Any, global_batch: int, where: Where) -> None:
