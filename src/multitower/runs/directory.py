@@ -77,8 +77,8 @@ def run_found_in(path: Path, config: dict[str, Any]) -> str:
 
     Args:
         path: the directory of the run; it need not exist.
-        config: the configuration of this command, as for `write_config`; only the option `devices`
-            may differ.
+        config: the configuration of this command, as for `write_config`; only the options
+            `devices`, `log` and `profile` may differ.
 
     Returns:
         `"finished"`, `"begun"`, or `"nothing"`.

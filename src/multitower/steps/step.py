@@ -203,9 +203,10 @@ class TrainStep:
 
         Returns:
             The new state, and a dict of metrics: `"loss"` and the metrics of the loss function,
-            means over all real rows (with `reduction="sum"` the loss is a sum), float32 or wider,
-            on the first device. With `steps_per_call` they have a first axis for the steps. The
-            call does not wait for the devices.
+            means over all real rows (with `reduction="sum"` the loss is a sum), float32 or wider.
+            They are on the first device; without `towers=` on all, and with `stages=` on that of
+            the last stage. With `steps_per_call` they have a first axis for the steps. The call
+            does not wait for the devices.
 
         Raises:
             StateError: it is not a state, or a step has overwritten it. It comes from another step,

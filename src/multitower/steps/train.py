@@ -88,9 +88,10 @@ def train_step(
             (`"mean"`), or taken from tower 0 (`"first"`). Other dtypes come from tower 0.
         global_batch: rows of a full batch; by default those of the first batch. Pass it if a run
             may begin with a smaller batch.
-        diagnostics: add `"tower_losses"`, float32, shape (towers,), the mean loss of each tower's
-            rows (0 for a tower without rows), and `"finite_params"`, bool, one for each parameter
-            leaf: whether all of it is finite after the update.
+        diagnostics: add `"tower_losses"`, float32 or wider, shape (towers,), the mean loss of each
+            tower's rows (0 for a tower without rows; with `updates="asynchronous"` those of the
+            group whose turn it is), and `"finite_params"`, bool, one for each parameter leaf:
+            whether all of it is finite after the update.
         skip_nonfinite: make no update if the loss or a new parameter is not finite, on all towers
             together; nor if a number of the optimizer's state stops being finite, as where
             `optax.MultiSteps` adds up gradients. The step still counts, and `"skipped"` is 1.

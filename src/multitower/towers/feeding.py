@@ -110,12 +110,12 @@ def prefetch(
     towers: int | None = None,
     global_batch: int | None = None,
 ) -> Generator[Any]:
-    """Copies batches to the devices in a thread, up to `size` batches ahead of need.
+    """Copies batches to the devices in a thread, up to `size` + 1 batches ahead of need.
 
     Args:
         batches: an iterable of what `shard` takes, such as host batches; it is read in a
             background thread.
-        size: how many finished batches may wait, 1 or more.
+        size: how many finished batches may wait, 1 or more, beside one that is being copied.
         devices: as for `shard`.
         towers: as for `shard`.
         global_batch: as for `shard`; by default the rows of the first batch.

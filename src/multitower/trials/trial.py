@@ -107,7 +107,7 @@ class Trial:
         axes[leaf] = None
         own_axes = jax.tree.unflatten(jax.tree.structure(self.tree), axes)
         parts = take_apart(self.tree, own_axes, name=self.arguments, constants=True)
-        return Trial(self.fun, self.arguments, self.tree, own_axes, parts, self.reduction)
+        return replace(self, axes=own_axes, parts=parts)
 
     def with_other_rows(self, spread: int) -> "Trial":
         """The same call with other rows, which keep shapes, signs and zeros.
