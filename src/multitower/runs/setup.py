@@ -99,11 +99,7 @@ class RecipeJob:
 
         With `steps_per_call` a call ends at each meeting of local updates.
         """
-        options, step = self.options, self.trainer.step
-        where = {"devices": options.devices, "towers": options.towers}
-        most, meets = options.steps_per_call, options.sync_every or 0
-        feeding = Feeding(step, where, self.global_batch, options.stages, most, (meets,))
-        return feeding.calls(islice(self.batches(first), last - first), first, last)
+        return self._feeding().calls(islice(self.batches(first), last - first), first, last)
 
     def first_batch(self, num_rows: int) -> Any:
         """The first rows of the first batch, or all if it has fewer."""
@@ -183,10 +179,13 @@ class RecipeJob:
 
     def feeding(self) -> dict[str, Any]:
         """Arguments of `prefetch` for batches; with stages they go to the first stage's devices."""
-        step, options = self.trainer.step, self.options
-        devices = options.devices if step.layout is None else list(step.placement.devices)
-        rest = {"towers": options.towers, "global_batch": self.global_batch}
-        return {"devices": devices, **rest}
+        return self._feeding().arguments()
+
+    def _feeding(self) -> Feeding:
+        options = self.options
+        where = {"devices": options.devices, "towers": options.towers}
+        most, meets = options.steps_per_call, options.sync_every or 0
+        return Feeding(self.trainer.step, where, self.global_batch, most, (meets,))
 
     def placement(self) -> dict[str, list[int]]:
         """The towers of each device, by its name; with stages, those of its replica."""

@@ -37,7 +37,6 @@ class Feeding(NamedTuple):
         step: the step to call.
         where: `devices` and `towers`, as for `prefetch`.
         global_batch: as for `prefetch`.
-        stages: the number of stages; None if the model is not cut.
         most: the most steps per call; None for one.
         borders: a call ends at every multiple of each of these numbers; 0 stands for no end.
     """
@@ -45,7 +44,6 @@ class Feeding(NamedTuple):
     step: TrainStep
     where: Mapping[str, Any]
     global_batch: int | None
-    stages: int | None
     most: int | None
     borders: Sequence[int]
 
@@ -59,14 +57,18 @@ class Feeding(NamedTuple):
             return _together(batches, sizes, self.most, placement)
         return _grouped(self._ahead(batches, first), sizes)
 
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of `prefetch`; with stages, batches go to the devices of the first stage."""
+        where = {**self.where, "global_batch": self.global_batch}
+        if self.step.layout is not None:
+            where["devices"] = list(self.step.placement.devices)
+        return where
+
     def _ahead(self, batches: Iterator[Any], first: int) -> Generator[Any]:
         turns = self.step.turns
         if turns is not None:
             return turns.prefetch(batches, first=first, global_batch=self.global_batch)
-        where = dict(self.where)
-        if self.stages is not None:  # to the first stages
-            where["devices"] = list(self.step.placement.devices)
-        return prefetch(batches, _WAITING, global_batch=self.global_batch, **where)
+        return prefetch(batches, _WAITING, **self.arguments())
 
 
 def _one_by_one(batches: Generator[Any]) -> Generator[Call]:

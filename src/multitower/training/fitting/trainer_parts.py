@@ -50,7 +50,6 @@ class TrainerParts(NamedTuple):
             self.step,
             {name: self.options[name] for name in ("devices", "towers")},
             global_batch,
-            self.options["stages"],
             self.options["steps_per_call"],
             (
                 self.checkpoint_every if saves else 0,
