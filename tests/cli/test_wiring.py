@@ -402,6 +402,23 @@ def test_what_scale_measures_and_what_is_set_arrive(asked, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [([], (1, None)), (["--devices", "2"], (2, None)), (["--simulate", "2"], (None, 2))],
+    ids=["one", "devices", "simulated"],
+)
+def test_a_sample_of_a_run_whose_towers_were_its_devices(flags, wanted, monkeypatch, capsys):
+    """Lie: a run with local updates on two devices has one tower, since a sample needs no more."""
+    asked = []
+    command = importlib.import_module("multitower.cli.sample")
+    monkeypatch.setattr(command, "read_run", lambda _, devices: asked.append(devices) or (None, 0))
+    monkeypatch.setattr(command, "start_devices", lambda *words: asked.append(words[:2]))
+    monkeypatch.setattr(command, "continue_text", lambda *_, **__: " text")
+    assert main(["sample", "runs/text", "--prompt", "a", *flags]) == 0
+    assert asked == [wanted[0], wanted]
+    assert capsys.readouterr().out == "a text\n"
+
+
+@pytest.mark.parametrize(
     ("encoding", "shown"), [("ascii", b"caf? ?? ?"), ("utf-8", "caf\xe9 \u65e5\u672c ?".encode())]
 )
 def test_a_terminal_that_lacks_characters_gets_a_text_all_the_same(encoding, shown, monkeypatch):
