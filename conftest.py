@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import zlib
 from collections.abc import Iterator
 
@@ -12,6 +13,10 @@ from xdist.scheduler import LoadScopeScheduling
 
 import multitower as mt
 from forks import compiling_quickly
+
+# A shell ignores SIGINT for what runs in its background, and so would the runs of tests.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The Makefile has JAX leave out most optimizations, as JAX's own tests do: compiling is what tests
 # wait for. Not so where bits or memory are what is tested: optimizations decide over both.
