@@ -428,10 +428,10 @@ def _code_in_hashable(treedef: Any) -> tuple[Any, ...]:
 
 
 def _fixed_in(treedef: Any) -> Any:
-    """What a structure holds beside the leaves of its tree and code, hashable.
+    """What a structure holds beside the leaves of its tree and beside code, hashable.
 
-    Two structures are equal if this compares as equal. But a dict of settings in a static field is
-    equal to itself also when it has changed, and 1 is equal to 1.0 and True.
+    The `==` of two structures does not see all of it: a dict of settings in a static field is equal
+    to itself after a change, and 1 is equal to 1.0 and True.
     """
     numbers: list[Any] = []
     others: dict[int, Any] = {}
