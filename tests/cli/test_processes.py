@@ -6,11 +6,13 @@ leaves the others waiting for ever, or takes the checkpoints with it.
 
 import json
 import os
+import pty
 import re
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -476,6 +478,27 @@ def test_a_signal_to_the_one_that_started_the_others_before_they_train(tmp_path,
     process.send_signal(number)
     [(_, errors)] = end([process], 25)
     assert process.returncode == code, errors
+
+
+IN_FOREGROUND = """
+import os, sys
+os.open(sys.argv[1], os.O_RDWR)  # a session without a terminal takes it for its own
+from multitower.cli.starting.local_processes import _in_foreground
+print(_in_foreground())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_terminal", [True, False])
+def test_a_terminal_sends_ctrl_c_wherever_stdin_comes_from(has_terminal):
+    """Lie: stdin is no terminal, so nobody has sent Ctrl-C to the others; they get it twice."""
+    reader, terminal = pty.openpty()
+    place = os.ttyname(terminal) if has_terminal else os.devnull
+    words = [sys.executable, "-c", IN_FOREGROUND, place]
+    how = {"stdin": subprocess.DEVNULL, "start_new_session": True, "text": True}
+    assert subprocess.check_output(words, **how) == f"{has_terminal}\n"
+    os.close(reader)
+    os.close(terminal)
 
 
 @pytest.mark.slow

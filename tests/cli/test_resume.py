@@ -234,7 +234,7 @@ def test_a_run_that_stops_says_how_to_resume_it(error, code, said, monkeypatch, 
     assert capsys.readouterr().err.endswith(f"{said}\n")
 
 
-def test_a_note_of_an_error_says_how_to_resume_it(monkeypatch, tmp_path):
+def test_a_note_of_an_error_says_how_to_resume_it(tmp_path):
     # The lie: on the command line, too, a call of `fit` goes on.
     error = KeyError("a loader's own")
     error.add_note("The state after step 4 is saved. To continue, call fit(..., resume=True).")

@@ -190,9 +190,8 @@ def test_gradients_inside_a_tower_are_refused(towers):
 def test_random_numbers_without_a_key_are_refused():
     # The lie: XLA draws the same ones for every device, and whenever it compiles.
     def loss(w, x):
-        noise = jax.lax.scan(lambda c, _: (c, jax.lax.rng_uniform(0.0, 1.0, x.shape)), 0, None, 2)[
-            1
-        ]
+        draw = lambda count, _: (count + 1, jax.lax.rng_uniform(0.0, 1.0, x.shape))
+        _, noise = jax.lax.scan(draw, 0, None, 2)
         return (w * x + noise[0]).sum(1)
 
     with pytest.raises(mt.OutputError, match=r"rng_uniform at .*draws without a key"):

@@ -307,6 +307,18 @@ def test_what_trains_can_keep_the_best(changes, tmp_path):
         plan(recipe, RunOptions(devices=2), machines=1, memory=None)  # raises no error
 
 
+def test_metrics_that_fail_are_told_before_the_run(tmp_path):
+    # The lie: a mistake in metrics is what cannot be checked, and the run trains up to its test.
+    options = RunOptions(steps=2, evaluate_every=1, keep_best="loss", best="min", devices=1)
+    wrong = dataclasses.replace(LINE, metrics=lambda params, batch: {"loss": batch["labels"]})
+    with pytest.raises(KeyError, match="labels"):
+        RecipeJob.of(wrong, options, tmp_path).check_scores()
+    other = dataclasses.replace(LINE, metrics=of_towers)
+    options = dataclasses.replace(options, keep_best="lost")
+    with pytest.raises(mt.RunError, match="lost"):
+        RecipeJob.of(other, options, tmp_path).check_scores()
+
+
 def test_a_score_with_several_numbers_is_no_error_at_the_end(tmp_path):
     # The lie: a run that has made all of its steps, and has no result.
     pair = lambda params, batch: {**metrics(params, batch), "pair": batch["x"][:, :2]}

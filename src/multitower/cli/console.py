@@ -14,7 +14,7 @@ from multitower.cli.wording import in_flags
 from multitower.errors import MultitowerWarning
 from multitower.training.console import (
     REFRESH_PER_S,
-    Unheeded,
+    console_on,
     is_alive,
     live_line,
     plain_lines,
@@ -27,8 +27,7 @@ _quiet: list[bool] = []
 
 
 def _output(*, stderr: bool = False) -> Console:
-    output: Any = Unheeded(sys.stderr if stderr else sys.stdout)
-    return Console(file=output)
+    return console_on(sys.stderr if stderr else sys.stdout)
 
 
 def _print(text: Text, *, stderr: bool = False) -> None:

@@ -146,8 +146,9 @@ def find_row_leaves(
         grown = (more_rows, *shape[1:])
         by_row = shape[:1] == (tower_rows,) and (more is None or more[number] == grown)
         if not by_row and more is not None and more[number] != shape:
-            hint = _moved(shape, more[number], tower_rows, more_rows)
-            hint += _of_groups(shape, more[number], tower_rows, more_rows - tower_rows)
+            hint = _moved(shape, more[number], tower_rows, more_rows) or _of_groups(
+                shape, more[number], tower_rows, more_rows - tower_rows
+            )
             raise OutputError(
                 f"{where} has shape {shape} with {tower_rows} rows and {more[number]} with "
                 f"{more_rows}: it can neither be averaged over towers nor concatenated. "

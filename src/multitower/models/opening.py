@@ -43,6 +43,7 @@ _ONE_LEAF = jax.tree.structure(0)
 _PLAIN = (bool, int, float, str, bytes, types.NoneType)
 _DICTS = (dict, collections.defaultdict)
 _CONTAINERS = (None, type(None), tuple, list, dict)
+_PLAIN_NODES = {types.NoneType, tuple, list, dict}  # none of them has anything beside its leaves
 _NUMBERS, _TEXTS = {bool, int, float, complex}, {str, bytes, types.NoneType}
 # What is equal in two structures only if it is the same; what it uses besides counts as code.
 _CODE: Any = (types.FunctionType, METHOD, type, functools.partial, jax.custom_jvp, jax.custom_vjp)
@@ -306,7 +307,8 @@ class Opener:
         code = _code_around(nodes, leaves, treedef)
         orders = _orders_of(nodes)
         used = code_in(code, self._way[0]) if code else None
-        fixed = _fixed_in(treedef)
+        has_plain_nodes = {*map(type, nodes)} - {*map(type, leaves)} <= _PLAIN_NODES
+        fixed = None if has_plain_nodes else _fixed_in(treedef)
         if name in self._names and self.rows.setdefault(name, held) is held:
             self._num_taken += 1
             return _Cell(name, None, (), orders, code=used, fixed=fixed)

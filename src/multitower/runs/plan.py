@@ -1,7 +1,5 @@
 """plan: memory and traffic of a recipe's steps in every layout, before any step is made."""
 
-import functools
-
 import jax
 
 from multitower.data.augmentation import augmented
@@ -9,7 +7,7 @@ from multitower.planning.plan import Plan
 from multitower.planning.plan import plan as plan_step
 from multitower.recipes.definition import Recipe, takes
 from multitower.runs.options import RunOptions
-from multitower.runs.setup import RecipeJob, can_be_traced, planned_options, steps_per_epoch_of
+from multitower.runs.setup import RecipeJob, planned_options, steps_per_epoch_of
 
 
 def plan(recipe: Recipe, options: RunOptions, *, machines: int, memory: str | None) -> Plan:
@@ -30,11 +28,14 @@ def plan(recipe: Recipe, options: RunOptions, *, machines: int, memory: str | No
     job = RecipeJob.of(recipe, RunOptions(global_batch=options.global_batch), None)
     steps_per_epoch = steps_per_epoch_of(job.data, job.global_batch)
     rng = jax.random.key(0)
-    init = functools.partial(recipe.init, rng)
+    try:
+        params = jax.eval_shape(recipe.init, rng)
+    except Exception:  # it uses values of arrays
+        params = recipe.init(rng)
     return plan_step(
         recipe.loss if recipe.augment is None else augmented(recipe.loss, recipe.augment),
         recipe.make_optimizer(recipe.steps, steps_per_epoch=steps_per_epoch),
-        jax.eval_shape(init) if can_be_traced(init) else init(),
+        params,
         job.first_batch(job.global_batch),
         machines=machines,
         memory=memory,

@@ -13,6 +13,7 @@ import numpy as np
 
 from multitower.data.augmentation import augmented
 from multitower.data.batches import make_batch, make_batches
+from multitower.engines.collectives import axis_of
 from multitower.errors import RunError
 from multitower.hardware import provenance
 from multitower.hardware.devices import device_name
@@ -119,7 +120,7 @@ class RecipeJob:
         model_state = None if recipe.model_state is None else recipe.model_state()
         params = functools.partial(recipe.init, key)
         in_parts = self.options.stages is not None or self.options.shard_params
-        if not in_parts or not can_be_traced(params):
+        if not in_parts or not _can_be_traced(params):
             params = params()
         return {"params": params, "model_state": model_state, "rng": rng}
 
@@ -161,9 +162,10 @@ class RecipeJob:
         score = functools.partial(recipe.metrics, **extras)
         try:
             params = jax.eval_shape(recipe.init, jax.random.key(0))
-            scores = jax.eval_shape(score, params, row)
-        except Exception:  # they use values, or other towers: the first test phase checks the names
+        except Exception:  # it uses values of arrays: the first test phase checks the names
             return
+        trace = jax.make_jaxpr(score, axis_env=axis_of(1), return_shape=True)
+        _, scores = trace(params, row)
         for option, name in named.items():
             if name is not None:
                 check_score(name, scores, option)
@@ -258,7 +260,7 @@ def plain(value: Any) -> Any:
     return value if is_json else str(value)
 
 
-def can_be_traced(make: Callable[[], Any]) -> bool:
+def _can_be_traced(make: Callable[[], Any]) -> bool:
     """Whether a function can be traced, which means that it does not use values of arrays.
 
     An error in it is raised later, when it is called.

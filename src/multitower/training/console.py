@@ -102,15 +102,20 @@ def _print_on_stderr(line: str) -> None:
 
 
 def _terminal() -> "Console | None":
-    output = Unheeded(sys.stderr)
-    if not output.isatty():
+    if not Unheeded(sys.stderr).isatty():
         return None
     try:
-        from rich.console import Console  # noqa: PLC0415 (slow, and optional)
+        console = console_on(sys.stderr)
     except ImportError:
         return None
-    console = Console(file=cast("IO[str]", output))
     return console if is_alive(console) else None
+
+
+def console_on(file: Any) -> "Console":
+    """A console whose lines may get lost; `file` is as for `Unheeded`."""
+    from rich.console import Console  # noqa: PLC0415 (slow, and optional)
+
+    return Console(file=cast("IO[str]", Unheeded(file)))
 
 
 def is_alive(console: "Console") -> bool:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
 from typing import IO
 
 from multitower.cli.console import show_error
@@ -174,12 +175,7 @@ def _passed_on_signals(
 def _in_foreground() -> bool:
     """Whether a terminal sends Ctrl-C to this process and to those that it has started."""
     try:
-        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)  # wherever stdin comes from
-    except OSError:
+        with Path("/dev/tty").open("rb", buffering=0) as terminal:  # wherever stdin comes from
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:  # there is no terminal
         return False
-    try:
-        return os.tcgetpgrp(terminal) == os.getpgrp()
-    except OSError:
-        return False
-    finally:
-        os.close(terminal)
