@@ -271,6 +271,11 @@ def test_trap_simulated_devices_taken_for_a_speed_up(tmp_path):
     outline = Outline(make_page(tmp_path, result=gpu))
     assert "speed-up" not in outline.text
     assert "2 GPUs (NVIDIA H100)" in outline.text
+    # Two machines with a CPU each simulate nothing.
+    outline = Outline(make_page(tmp_path, result={**RESULT, "processes": 2}))
+    assert warning in outline.text
+    assert "simulated" not in outline.text
+    assert "2 CPU devices belong to 2 processes" in outline.text
 
 
 def test_a_run_without_fixed_towers_does_not_promise_its_bits(tmp_path):

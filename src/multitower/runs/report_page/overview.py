@@ -78,7 +78,7 @@ def place_in_words(result: Mapping[str, Any]) -> str:
     host: Mapping[str, Any] = result.get("host") or {}
     platform, kind = str(host.get("platform", "device")), host.get("device_kind")
     devices = int(result.get("devices") or 1)
-    simulated = platform == "cpu" and devices > 1
+    simulated = platform == "cpu" and devices > _num_processes(result)
     noun = "simulated CPU device" if simulated else _NOUNS.get(platform, platform)
     of_kind = f" ({kind})" if kind and kind != platform else ""
     parts = [
@@ -105,7 +105,7 @@ def profile_in_words(directory: Path | str, steps: str) -> str:
 
 
 def _caution(result: Mapping[str, Any]) -> str | None:
-    """A caution that simulated devices share the cores of one machine; None for other devices."""
+    """A caution that devices share the cores of one machine; None where they do not."""
     host: Mapping[str, Any] = result.get("host") or {}
     if host.get("platform") != "cpu":
         return None
@@ -113,7 +113,18 @@ def _caution(result: Mapping[str, Any]) -> str | None:
     if devices == 1:
         return "This run used one device, the CPU."
     shared = f"the {counted(int(cores), 'core')}" if cores else "the cores"
-    return f"These {devices} devices are simulated: they share {shared} of one machine."
+    processes = _num_processes(result)
+    if processes == 1:
+        return f"These {devices} devices are simulated: they share {shared} of one machine."
+    return (
+        f"These {counted(devices, 'CPU device')} belong to {processes} processes: those on one "
+        "machine share its cores."
+    )
+
+
+def _num_processes(result: Mapping[str, Any]) -> int:
+    """How many processes made a run; a result of one process does not say so."""
+    return int(result.get("processes") or 1)
 
 
 def _slices(result: Mapping[str, Any]) -> str:
