@@ -28,7 +28,6 @@ import math
 import operator
 import os
 import re
-import shlex
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -155,6 +154,8 @@ def install_command(*packages: str) -> str:
         >>> install_command("left-pad", "right-pad")
         'pip install left-pad right-pad'
     """
+    import shlex  # noqa: PLC0415 (importing stays quick)
+
     try:
         requirements = importlib.metadata.requires("multitower") or []
     except importlib.metadata.PackageNotFoundError:

@@ -21,7 +21,8 @@ import jax
 from multitower.errors import ArgumentError, MultitowerError
 from multitower.models.callables import made_for, variables_of
 from multitower.models.dependencies import code_in
-from multitower.models.opening import Left, Opener, OpenFunction, code_of
+from multitower.models.open_function import Left, OpenFunction
+from multitower.models.structure import code_of
 
 _Result = TypeVar("_Result")
 
@@ -112,6 +113,8 @@ def open_function(
     Raises:
         ArgumentError: the function does not use a variable of one of these names.
     """
+    from multitower.models.opening import Opener  # noqa: PLC0415 (importing stays quick)
+
     opener = Opener(names, values)
     fun = opener.inside(fun)
     opened = opener.open(fun) if isinstance(fun, types.FunctionType) else fun
