@@ -8,6 +8,19 @@ import pytest
 
 import multitower as mt
 from multitower.processes.run_lock import held_run_directory
+from processes import run_python
+
+WITHOUT_LOCKS = """
+import itertools, os, sys
+import jax.numpy as jnp, numpy as np, optax
+sys.modules["fcntl"] = None
+for name in ("register_at_fork", "O_CLOEXEC", "getuid"):
+    delattr(os, name)
+import multitower as mt
+trainer = mt.Trainer(lambda w, x: (w - x) ** 2, optax.sgd(0.5), run_dir=sys.argv[1], hooks=[])
+trainer.fit(jnp.float32(0.0), lambda first: itertools.repeat(np.ones(8)), steps=2)
+assert int(trainer.restore(jnp.float32(0.0)).step) == 2
+"""
 
 
 def test_two_runs_cannot_train_in_one_directory(tmp_path):
@@ -66,6 +79,11 @@ def test_another_thread_is_another_run(tmp_path):
         thread.join()
     assert said
     assert "another run trains" in said[0]
+
+
+def test_a_system_without_file_locks_trains(tmp_path):
+    """Lie: `import multitower` fails on Windows, where Python has no fcntl and cannot fork."""
+    run_python("-c", WITHOUT_LOCKS, str(tmp_path))
 
 
 def test_a_file_system_without_locks_is_no_error(tmp_path, monkeypatch):

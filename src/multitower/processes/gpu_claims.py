@@ -63,7 +63,7 @@ def uuid_of(number: int) -> str | None:
 def _lock(name: str) -> bool:
     try:
         path = Path(tempfile.gettempdir()) / f"multitower-gpu-{os.getuid()}-{name}"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError:  # no place for such files, as in some containers
         return True
     if not try_lock(descriptor):

@@ -1,12 +1,11 @@
 """Run locks: one run at a time in a directory, because two runs would damage each other's files.
 
 The lock is `flock` on a file that is never deleted. The system releases it when the process ends,
-however it ends. `gpu_claims` uses it, too.
+however it ends. `gpu_claims` uses it, too. Windows has no `flock`, so nothing is locked there.
 """
 
 import contextlib
 import errno
-import fcntl
 import os
 import socket
 import threading
@@ -17,6 +16,11 @@ from pathlib import Path
 from multitower.errors import RunError
 from multitower.processes.together import by_first
 
+try:
+    import fcntl
+except ImportError:
+    fcntl = None
+
 LOCK = ".lock"
 _UNWRITABLE = (errno.EACCES, errno.ENOENT, errno.ENOTDIR, errno.EPERM, errno.EROFS)
 
@@ -26,6 +30,8 @@ _holders: dict[Path, int] = {}
 
 def try_lock(descriptor: int) -> bool:
     """Locks an open file until it is closed or this process ends; False if another one holds it."""
+    if fcntl is None:
+        return True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -96,7 +102,8 @@ def _close_kept() -> None:
             os.close(_kept.pop())
 
 
-os.register_at_fork(after_in_child=_close_kept)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_close_kept)
 
 
 @contextlib.contextmanager
@@ -110,13 +117,15 @@ def held_for_all(path: Path, *, wait_s: float = 0, nested: bool = False) -> Gene
 
 def _open(lock: Path) -> int:
     """Opens a lock for reading, so that the disk can be remounted; for writing if NFS wants it."""
-    descriptor = os.open(lock, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(lock, os.O_RDONLY | os.O_CREAT, 0o644)
+    if fcntl is None:
+        return descriptor
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno == errno.EBADF:
             os.close(descriptor)
-            return os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+            return os.open(lock, os.O_RDWR)
     return descriptor
 
 

@@ -49,7 +49,7 @@ class EventFile:
     def _open(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Without a buffer: a failed write is not tried again when the file object is freed.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)  # of Windows
         self._descriptor = os.open(self.path, flags, 0o644)
 
     def _write(self, content: bytes) -> None:
