@@ -34,6 +34,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+import jax
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -320,4 +322,6 @@ def _is_inside(file: str) -> bool:
 _OWN = str(Path(__file__).parent) + os.sep
 # Where libraries are installed; Debian's Python, which Colab uses, has a name of its own for it.
 LIBRARIES = ("/site-packages/", "/dist-packages/")
-_BETWEEN = (*(f"{one}jax/" for one in LIBRARIES), "/contextlib.py", "/functools.py", "<frozen")
+# JAX is always one, also in another folder, where `pip install --target` may have put it.
+JAX = str(Path(jax.__file__).parent) + os.sep
+_BETWEEN = (JAX, "/contextlib.py", "/functools.py", "<frozen")

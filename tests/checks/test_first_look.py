@@ -311,6 +311,45 @@ def test_a_backward_rule_that_brings_rows_together_is_told(name):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+MEAN_RULES = {
+    "of the sum": lambda z, g: 2 * z * g,
+    "of the mean": lambda z, g: 2 * z * g / len(z),
+    "by JAX": lambda z, g: jax.grad(lambda z: (z**2).mean())(z) * g,
+}
+
+
+@pytest.mark.parametrize("name", MEAN_RULES)
+def test_the_backward_rule_of_a_mean_divides_by_the_number_of_rows(name):
+    """Lie: a rule that returns the gradient of the sum, which one device and two take otherwise."""
+    mean = jax.custom_vjp(lambda z: (z**2).mean())
+    mean.defvjp(lambda z: (mean(z), z), lambda z, g: (MEAN_RULES[name](z, g),))
+    loss = lambda w, x: mean(x @ w)
+    if name == "of the sum":
+        with pytest.warns(mt.MultitowerWarning, match="the gradient of their sum"):
+            look_at(mt.grad(loss, devices=2), X)
+        return
+    found = mt.grad(loss, devices=2)(W, X)  # warnings are errors
+    np.testing.assert_allclose(found, jax.grad(loss)(W, X), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda g: g * len(g) / 8,
+        lambda g: g + 0.1 * jnp.sign(g) / len(g),
+        lambda g: g / jnp.sqrt(len(g)),
+    ],
+    ids=["multiplied", "a penalty", "root"],
+)
+def test_a_backward_rule_that_counts_rows_is_told(rule):
+    """Lie: a tower's number of rows, in a rule, taken for that of the batch."""
+    with pytest.warns(mt.MultitowerWarning, match="a backward rule.*divides by the number of rows"):
+        look_at(mt.grad(BY_ROW(with_rule(rule)), devices=2), X)
+    by_sum = lambda w, x: BY_ROW(with_rule(rule))(w, x).sum()
+    with pytest.warns(mt.MultitowerWarning, match="a backward rule.*divides by the number of rows"):
+        look_at(mt.grad(by_sum, devices=2, reduction="sum"), X)
+
+
 def convolved_halves(w, x):
     filters = jnp.ones((2, len(x) // 2, 1))
     sums = jax.lax.conv_general_dilated(
@@ -327,9 +366,9 @@ def test_halves_of_the_rows_that_a_convolution_sums_up_are_told():
 
 def test_a_rule_that_calls_its_function_is_read_once(monkeypatch):
     # The lie: a rule's program holds no call whose rule would be read again, and again.
-    read, seen = row_flow.backward_mixing, []
+    read, seen = row_flow.read_backward_rule, []
     count = lambda *args: (seen.append(args), read(*args))[1]
-    monkeypatch.setattr(row_flow, "backward_mixing", count)
+    monkeypatch.setattr(row_flow, "read_backward_rule", count)
     look_at(mt.grad(BY_ROW(with_rule(lambda g: -g)), devices=2), X)
     assert len(seen) == 1
 
@@ -2658,6 +2697,17 @@ def test_all_rows_of_each_head_are_rows():
     np.testing.assert_allclose(found, jax.grad(lambda w: heads(w, X).mean())(W), rtol=1e-5)
 
 
+def quantized(x, size, most=7):
+    """Learned step size quantization (Esser et al. 2020) of activations.
+
+    The gradient of the step size is scaled by a root of the number of elements.
+    """
+    scale = 1 / math.sqrt(x.size * most)
+    size = size * scale + jax.lax.stop_gradient(size - size * scale)
+    steps = jnp.clip(x / size, -most, most)
+    return (steps + jax.lax.stop_gradient(jnp.round(steps) - steps)) * size
+
+
 @pytest.mark.parametrize(
     "loss",
     [
@@ -2672,6 +2722,13 @@ def test_all_rows_of_each_head_are_rows():
         lambda w, x: losses(w, x) + 0.99 ** len(x) * (w**2).sum(),
         lambda w, x: losses(w, x) * (len(x) // 2),
         lambda w, x: losses(w, x) * (len(x) / 1000),
+        lambda w, x: losses(w, x) / jnp.sqrt(x.size),
+        lambda w, x: losses(w, x) + jnp.float32(len(x)) / 1000 * (w**2).sum(),
+        lambda w, x: losses(w, x) + jnp.power(0.99, len(x)) * (w**2).sum(),
+        lambda w, x: losses(w, x) + jnp.exp(-jnp.asarray(len(x)) / 1000) * (w**2).sum(),
+        lambda w, x: quantized(x @ w, w[0]),
+        lambda w, x: jnp.tanh(x @ w * len(x)) / len(x),
+        lambda w, x: jnp.clip(x @ w / len(x), -1, 1) * len(x),
     ],
     ids=[
         "root",
@@ -2685,6 +2742,13 @@ def test_all_rows_of_each_head_are_rows():
         "a power of a penalty",
         "half",
         "a thousandth",
+        "root by JAX",
+        "thousandth by JAX",
+        "power by JAX",
+        "exponential",
+        "taken twice",
+        "tanh between",
+        "limits between",
     ],
 )
 def test_what_is_made_of_the_number_of_rows_is_told(loss):
@@ -2700,8 +2764,9 @@ def test_what_is_made_of_the_number_of_rows_is_told(loss):
         lambda w, x, n: losses(w, x) * (n / 1000),
         lambda w, x, n: losses(w, x) - math.log(n),
         lambda w, x, n: losses(w, x) + 0.37 / n * (w**2).sum(),
+        lambda w, x, n: losses(w, x) / jnp.sqrt(3 * n),
     ],
-    ids=["power", "thousandth", "logarithm", "share"],
+    ids=["power", "thousandth", "logarithm", "share", "root by JAX"],
 )
 def test_what_is_made_of_the_number_of_all_rows_is_right(loss):
     of_all = lambda w, x: loss(w, x, len(x) * jax.lax.axis_size("towers"))

@@ -4,14 +4,20 @@
 program does not show where its numbers come from, so two are compared.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 
-from multitower.checks.equations import programs_in
+from multitower.checks.equations import (
+    LOOPS,
+    computed,
+    follow,
+    program_inside,
+    programs_in,
+    small_constant,
+)
 
 # Numbers of few digits that are small, such as 0.5 and 1e-5, are in most programs as they are.
 _DIGITS = 2
@@ -20,6 +26,8 @@ _SMALL = 3
 
 class Changing(NamedTuple):
     """Constants of a program that would be others with another number of rows.
+
+    What the program computes of constants alone counts as one: `jnp.sqrt(x.size)` is an operation.
 
     Attributes:
         multiples: those in proportion to the number of rows, such as `len(x) / 1000`.
@@ -56,12 +64,12 @@ def changing(
         The constants; none if these programs do not have the same operations, or if the function
         takes no other number of rows.
     """
-    numbers = [*_numbers(program)]
+    numbers = _numbers(program)
     if all(_is_plain(number) or abs(number) in (num_rows, 1 / num_rows) for _, number in numbers):
         return Changing()
     try:
-        others = [*_numbers(with_other_rows())]
-        again = numbers if others == numbers else [*_numbers(with_other_towers())]
+        others = _numbers(with_other_rows())
+        again = numbers if others == numbers else _numbers(with_other_towers())
     except Exception:  # of the user's function: it may need a fixed number of rows
         return Changing()
     names, *more = ([name for name, _ in found] for found in (numbers, others, again))
@@ -76,18 +84,34 @@ def changing(
     return Changing(*map(frozenset, sorts))
 
 
-def _numbers(program: Any) -> Iterator[tuple[str, float]]:
-    """The operations of a program and those inside them, each once for every constant float."""
-    jaxpr = getattr(program, "jaxpr", program)
-    yield from (("", float(value)) for value in getattr(program, "consts", ()) if _is_float(value))
-    for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        yield name, 0.0
-        for atom in equation.invars:
-            if isinstance(atom, core.Literal) and _is_float(atom.val):
-                yield name, float(atom.val)
-        for inner in programs_in(equation.params):
-            yield from _numbers(inner)
+def _numbers(program: Any) -> list[tuple[str, float]]:
+    """The operations of a program and those inside them, and the floats among their constants.
+
+    A float that an operation computes of constants comes with the operation's name.
+    """
+    found: list[tuple[str, float]] = []
+
+    def constant(value: Any, _: Any) -> Any:
+        if _is_float(value):
+            found.append(("", float(value)))
+        return small_constant(value)
+
+    def results(equation: Any, given: list[Any]) -> Sequence[Any]:
+        name, params = equation.primitive.name, equation.params
+        found.append((name, 0.0))
+        inside = program_inside(params, len(given))
+        if inside is not None and name not in LOOPS:
+            return follow(inside, given, constant, results)
+        for inner in programs_in(params):
+            arguments = getattr(inner, "jaxpr", inner).invars
+            follow(inner, [None] * len(arguments), constant, results)
+        value = computed(equation, given)
+        if _is_float(value):
+            found.append((name, float(value)))
+        return [value] * len(equation.outvars)
+
+    follow(program, [None] * len(program.jaxpr.invars), constant, results)
+    return found
 
 
 def _is_float(value: Any) -> bool:

@@ -12,7 +12,7 @@ from multitower.towers.leaves import is_key, is_traced
 
 _T = TypeVar("_T")
 
-_LOOPS = ("scan", "while", "cond")
+LOOPS = ("scan", "while", "cond")
 # The program inside jax.lax.reduce and reduce_window is one of two elements, not of the arrays.
 _FOLDS = {"dimensions", "window_dimensions"}
 # Where JAX 0.12 has the operations that it calls high, such as jnp.nonzero and jnp.searchsorted.
@@ -26,8 +26,22 @@ _ARITHMETIC: Mapping[str, Callable[..., Any]] = {
     "div": np.divide,
     "max": np.maximum,
     "min": np.minimum,
+    "neg": np.negative,
+    "abs": np.abs,
+    "sign": np.sign,
+    "floor": np.floor,
+    "ceil": np.ceil,
+    "exp": np.exp,
+    "exp2": np.exp2,
+    "expm1": np.expm1,
     "log": np.log,
+    "log1p": np.log1p,
+    "tanh": np.tanh,
     "sqrt": np.sqrt,
+    "rsqrt": lambda value: 1 / np.sqrt(value),
+    "square": np.square,
+    "pow": np.power,
+    "integer_pow": np.power,
     "eq": np.equal,
     "ne": np.not_equal,
     "reduce_prod": np.prod,
@@ -113,6 +127,8 @@ def computed(equation: Any, inputs: Sequence[Any]) -> Any:
     name, compute = equation.primitive.name, _ARITHMETIC.get(equation.primitive.name)
     if compute is None or not inputs or any(value is None for value in inputs):
         return None
+    if name == "integer_pow":
+        inputs = [*inputs, equation.params["y"]]
     (wanted,) = (atom.aval for atom in equation.outvars)
     given = [atom.aval.shape for atom in equation.invars]
     with np.errstate(all="ignore"):
@@ -171,7 +187,8 @@ def follow(
     """
     jaxpr = getattr(program, "jaxpr", program)
     known: dict[Any, _T] = dict(zip(jaxpr.invars, inputs, strict=True))
-    for atom, value in zip(jaxpr.constvars, getattr(program, "consts", ()), strict=True):
+    consts = getattr(program, "consts", [None] * len(jaxpr.constvars))  # an open one has none
+    for atom, value in zip(jaxpr.constvars, consts, strict=True):
         known[atom] = constant(value, atom.aval)
 
     def of(atom: Any) -> _T:
@@ -213,9 +230,9 @@ def number_values(
         name, params = equation.primitive.name, equation.params
         num_results = len(equation.outvars)
         inside = program_inside(params, len(given))
-        if inside is not None and name not in _LOOPS:
+        if inside is not None and name not in LOOPS:
             return number_values(inside, numbering, given)
-        if None in given or name in _LOOPS:
+        if None in given or name in LOOPS:
             return [None] * num_results
         return [number_of(name, str(params), *given, n) for n in range(num_results)]
 

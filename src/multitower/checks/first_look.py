@@ -25,6 +25,7 @@ from multitower.checks.problems import (
     WHOLE_BESIDE_ONE_ROW,
     Problem,
     backward,
+    counting_rules,
     of_one_row,
     same_numbers,
     table,
@@ -109,11 +110,11 @@ def look(
             of rows, a sum over rows and a number make an mt.ratio or are added, one is taken apart,
             towers add up a loss that is the same in all of them, all towers draw the same numbers,
             a table is cut, the number of devices decides over how many rows BatchNorm works, a
-            backward rule brings rows together, a parameter of a module is written into, a number is
-            kept for the next call, rows are written into a jax.new_ref, all_rows or row_index is
-            called on one row, or out_axes=None takes what depends on rows from the first tower. Or
-            nothing is known of the function: it takes no other number of rows than its own, or
-            goes through them one by one in Python.
+            backward rule brings rows together or counts them, a parameter of a module is written
+            into, a number is kept for the next call, rows are written into a jax.new_ref, all_rows
+            or row_index is called on one row, or out_axes=None takes what depends on rows from the
+            first tower. Or nothing is known of the function: it takes no other number of rows than
+            its own, or goes through them one by one in Python.
     """
 
     def problems(reading: Reading, results: Results) -> list[Problem]:
@@ -123,6 +124,7 @@ def look(
             *unread(reading.unread),
             *of_one_row(reading.of_one_row),
             *(backward(reading.backward) if averages else ()),
+            *counting_rules(reading.counting_rules),
             *results.mixed_or_summed(averages, {*reading.tables.values()}),
             *results.kept_in_states(exchange=exchange),
             *results.written_parameters(),

@@ -225,6 +225,14 @@ BACKWARD = (
     'jax.lax.psum(x, "towers"); for a weight, its gradient, and then divide what the rule returns '
     'by jax.lax.axis_size("towers"), because the towers add up what each of them returns.'
 )
+COUNTING_RULE = (
+    "a backward rule (jax.custom_vjp) divides by the number of rows, or multiplies by it, and its "
+    "function does not; or the function is a mean over rows, and the rule returns the gradient of "
+    "their sum. The number is that of a tower's rows, so the result would differ from one "
+    "device's. Where the function returns one value per row, let the rule return what each row "
+    "adds to the gradient, with no such factor; where it returns their mean, the gradient of that "
+    "mean."
+)
 WHOLE = (
     "it has as many entries as the batch has rows, so it is cut into towers, and the result is "
     "that of one device if every tower gets the whole of it: {whole}."
@@ -400,6 +408,11 @@ def same_numbers(draws: Iterable[str]) -> list[Problem]:
 def backward(places: Iterable[str]) -> list[Problem]:
     """The problem that a backward rule brings rows together, once for all places."""
     return [Problem("gradient", "gradients", place, BACKWARD) for place in [*places][:1]]
+
+
+def counting_rules(places: Iterable[str]) -> list[Problem]:
+    """The problem that a backward rule counts rows, once for all places."""
+    return [Problem("gradient", "gradients", place, COUNTING_RULE) for place in [*places][:1]]
 
 
 def of_one_row(places: Iterable[tuple[str, str]]) -> list[Problem]:

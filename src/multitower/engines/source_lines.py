@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from multitower.errors import LIBRARIES
+from multitower.errors import JAX, LIBRARIES
 
 _OWN = str(Path(__file__).parents[1]) + os.sep  # the whole package
 
@@ -30,4 +30,4 @@ def line_of(equation: Any) -> str | None:
 
 def _is_ours(file: str) -> bool:
     """Whether a file belongs to JAX, to this library or to another one, and not to the user."""
-    return file.startswith((_OWN, "<frozen")) or any(place in file for place in LIBRARIES)
+    return file.startswith((_OWN, JAX, "<frozen")) or any(place in file for place in LIBRARIES)

@@ -21,13 +21,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from multitower.errors import LIBRARIES
+from multitower.errors import JAX, LIBRARIES
 from multitower.towers.leaves import device_dtype
 
 METHOD = types.MethodType | types.BuiltinFunctionType | types.MethodWrapperType
 _PLACES = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 _INSTALLED = tuple(
-    {"<frozen"} | {f"{Path(place)}{os.sep}" for place in (*_PLACES, Path(__file__).parents[1])}
+    {"<frozen", JAX} | {f"{Path(place)}{os.sep}" for place in (*_PLACES, Path(__file__).parents[1])}
 )
 NO_VALUE = object()
 _TINY, _HUGE = (float(one) for one in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))

@@ -23,6 +23,7 @@ from multitower.checks.reading.counts import (
     multiplies,
     numbers_of,
     per_row,
+    warps,
 )
 from multitower.checks.reading.flow import Flow, Word, operation_at
 
@@ -63,6 +64,7 @@ class Counting:
         self._made = made
         self._means: dict[str | None, str] = {}  # sums of rows that were divided, and where
         self._for_good = set[str]()  # where it was divided by a root of the number, or the like
+        self._warped = set[str]()  # where it was divided, if the quotient's tanh, say, was taken
         self.baked: list[str] = []
 
     def added_to(self, flow: Flow, equation: Any, inputs: list[Flow]) -> Flow:
@@ -138,8 +140,13 @@ class Counting:
         is_sum = word == "linear" and not (sums and all(x.is_mean for x in sums))
         # To a sum over rows belongs n * log(sigma), for n rows.
         handed = [x for x in unknown if x.word in handed_on and not (is_sum and x.per_row)]
-        if word == "mixed" or loses_count(equation, name, inputs):
+        if warps(name, inputs):
+            self._warped |= {x.counted for x in handed if x.counted}
+        warped = next((x.counted for x in handed if x.counted in self._warped), None)
+        if word == "mixed" or (loses_count(equation, name, inputs) and not warped):
             return None
+        if warped:
+            return warped
         if is_product and not is_sum:
             return self._scaled(equation, name, inputs, handed)
         if not is_sum and name in ("add", "sub") and self._is_made(inputs, self._made.others):

@@ -11,6 +11,8 @@ from multitower.checks.reading import operations
 from multitower.checks.reading.flow import Flow
 
 _NOTHING = Changing()
+# Smaller numbers keep a quotient finite.
+_EPSILON = 0.01
 
 
 def is_mean(
@@ -184,6 +186,15 @@ def loses_count(equation: Any, name: str, inputs: Sequence[Flow]) -> bool:
     counted = [atom for atom, flow in pairs if flow.counted and flow.value is None]
     both = len(counted) == 2 and counted[0] is not counted[1]
     return name == "sign" or (name in ("mul", "div") and both)
+
+
+def warps(name: str, inputs: Sequence[Flow]) -> bool:
+    """Whether a factor that was in the inputs cannot be taken out of the result again.
+
+    To be above or below a number is such a thing, unless the number only keeps a quotient finite.
+    """
+    limits = [abs(n) for n in numbers_of(inputs)] if name in ("max", "min", "clamp") else []
+    return name in operations.WARPS or any(n > _EPSILON for n in limits)
 
 
 def is_squared(equation: Any, name: str, inputs: Sequence[Flow], num_rows: int) -> bool:

@@ -80,6 +80,11 @@ BENDS_VARIANCES = {*BENDS_NO_NORM, "rsqrt"}
 WHETHER_ANY = ("unvmap_any", "unvmap_all", "unvmap_max")
 # Their results are the same in every tower.
 ALIKE = {"psum", "pmax", "pmin", "all_gather"}
+# What they make of a multiple of a value is no multiple of what they make of the value.
+WARPS = {
+    "exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "sin", "cos", "tan", "atan", "sinh",
+    "cosh", "asinh", "acosh", "erf", "erfc", "erf_inv", "round", "floor", "ceil", "rem",
+}  # fmt: skip
 # They write into a reference, jax.new_ref.
 INTO_REFS = ("swap", "addupdate")
 # They draw random numbers.

@@ -33,7 +33,7 @@ from multitower.checks.reading.along_rows import (
     takes_one_of_each_group,
     works_along_rows,
 )
-from multitower.checks.reading.backward_rules import backward_mixing
+from multitower.checks.reading.backward_rules import read_backward_rule
 from multitower.checks.reading.chunks import (
     apart_in,
     axes_apart,
@@ -80,6 +80,8 @@ class Reading(NamedTuple):
         taken: how many rows are taken from the beginning, `x[:64]`.
         unread: where rows are written into a `jax.new_ref`; what is read from it is not known.
         backward: where backward rules bring rows together.
+        counting_rules: where backward rules, or their functions but not they, divide by the number
+            of rows, or multiply by it.
         of_one_row: functions of all rows that are called on one row, inside `jax.vmap`, and where.
         unknown: why nothing else is known, if that is so; a warning.
     """
@@ -91,6 +93,7 @@ class Reading(NamedTuple):
     taken: Set[int] = frozenset()
     unread: Sequence[str] = ()
     backward: Sequence[str] = ()
+    counting_rules: Sequence[str] = ()
     of_one_row: Sequence[tuple[str, str]] = ()
     unknown: str = ""
 
@@ -129,7 +132,8 @@ def read(
     reader = _Reader(*numbers, made=made or Changing(), meets=meets)
     outputs = reader.run(program, list(inputs))
     found = reader.draws, reader.counting.baked, reader.tables, reader.taken, reader.unread
-    return Reading(outputs, *found, reader.backward, reader.of_one_row)
+    rules = reader.backward, reader.counting_rules
+    return Reading(outputs, *found, *rules, reader.of_one_row)
 
 
 class _Reader:
@@ -165,6 +169,7 @@ class _Reader:
         self.taken = set[int]()
         self.unread: list[str] = []
         self.backward: list[str] = []
+        self.counting_rules: list[str] = []
         self.of_one_row: list[tuple[str, str]] = []
 
     def run(self, program: Any, inputs: Sequence[Flow]) -> list[Flow]:
@@ -259,9 +264,11 @@ class _Reader:
             reader._calls, reader._is_of_rule = self._calls, True
             return reader.run(program, flows)
 
-        place = backward_mixing(equation, inputs, results, self.num_towers, read)
-        if place is not None:
-            self.backward.append(place)
+        rule = read_backward_rule(equation, inputs, results, self.num_towers, read)
+        if rule.mixing is not None:
+            self.backward.append(rule.mixing)
+        if rule.counting is not None:
+            self.counting_rules.append(rule.counting)
 
     def _result(self, equation: Any, name: str, inputs: list[Flow]) -> Flow:
         """What is known of the results of an operation, whatever order its inputs are in."""
