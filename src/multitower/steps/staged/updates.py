@@ -41,11 +41,10 @@ class Updates:
         stages = range(layout.num_stages)
         self._with_params = [s for s in stages if homes.params_of(s)]
         self._stages = [s for s in stages if homes.params_of(s) or homes.opt_state_of(s)]
-        order = [i for s in self._with_params for i in homes.params_of(s)]
-        self._places = [
-            [place for place, number in enumerate(order) if number == i]
-            for i in range(len(homes.params))
-        ]
+        order = (i for s in self._with_params for i in homes.params_of(s))
+        self._places: list[list[int]] = [[] for _ in homes.params]
+        for place, number in enumerate(order):
+            self._places[number].append(place)
         self._needs_finite = step.diagnostics or step.skip_nonfinite
         self._equal = EqualPrograms()
         self._compiled: dict[Any, list[Executable]] = {}
