@@ -97,11 +97,15 @@ def _same_structure(first: dict[str, Any], other: dict[str, Any], number: int) -
 
 
 def _tree_mean(leaves: list[Any]) -> Any:
-    dtype = leaves[0].dtype
-    wide = wide_dtype(dtype)
     if not is_traced(leaves[0]):
         home = min(leaves[0].devices(), key=lambda device: device.id)
-        leaves = [jax.device_put(leaf, jax.sharding.SingleDeviceSharding(home)) for leaf in leaves]
-    tree = sum_tree(0, len(leaves))
-    total = evaluate(tree, lambda i: leaves[i].astype(wide))
-    return (total / len(leaves)).astype(dtype)
+        leaves = jax.device_put(leaves, jax.sharding.SingleDeviceSharding(home))
+    return _mean(leaves, len(leaves))
+
+
+@jax.jit
+def _mean(leaves: list[jax.Array], count: int) -> jax.Array:
+    """One program for a leaf. The count is an argument: by a constant, XLA may multiply instead."""
+    wide = wide_dtype(leaves[0].dtype)
+    total = evaluate(sum_tree(0, len(leaves)), lambda i: leaves[i].astype(wide))
+    return (total / count).astype(leaves[0].dtype)
