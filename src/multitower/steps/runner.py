@@ -158,7 +158,9 @@ def take_changes(
 
 def as_shown(copies: Sequence[Any], placement: Placement) -> Fields:
     """The state that a user sees, from the copy of each local device."""
-    return as_global([shown(copy) for copy in copies], placement)
+    if placement.spans_processes:  # one of them may read its state while the others do not
+        return as_global([shown(copy) for copy in copies], placement)
+    return shown(as_global(copies, placement))  # one program, and not one on each device
 
 
 def on_all_devices(fields: Any, placement: Placement) -> Any:
