@@ -69,29 +69,21 @@ class Counting:
 
     def added_to(self, flow: Flow, equation: Any, inputs: list[Flow]) -> Flow:
         """What is known of a result, with what the number of rows has to do with it."""
-        name, num_rows = equation.primitive.name, self._num_rows
+        name, rows = equation.primitive.name, (self._num_rows, self._tower_rows)
         counted = self._counted(equation, name, flow.word, inputs)
-        squared = flow.word in ("by row", "linear")
-        squared = squared and self._is_squared(equation, name, inputs, counted)
-        flow = replace(flow, squared=squared)
+        more: dict[str, Any] = {"counted": counted}
+        if flow.word in ("by row", "linear"):
+            more["squared"] = self._is_squared(equation, name, inputs, counted)
         if flow.word == "linear":
             numbers = numbers_of(inputs, self._whole)
-            return replace(
-                flow,
-                counted=counted,
-                is_mean=is_mean(name, inputs, numbers, num_rows, self._tower_rows, made=self._made),
-                beside=self._beside(equation, name, inputs),
-            )
+            more["is_mean"] = is_mean(name, inputs, numbers, *rows, made=self._made)
+            more["beside"] = self._beside(equation, name, inputs)
         if flow.word == "free":
-            return replace(
-                flow,
-                counted=counted,
-                of_all=is_of_all(name, inputs),
-                is_share=is_share(name, inputs, self._all_rows // num_rows),
-                is_steady=self._is_steady(equation, name, inputs),
-                per_row=per_row(name, inputs, num_rows, self._tower_rows, self._made),
-            )
-        return replace(flow, counted=counted)
+            more["of_all"] = is_of_all(name, inputs)
+            more["is_share"] = is_share(name, inputs, self._all_rows // self._num_rows)
+            more["is_steady"] = self._is_steady(equation, name, inputs)
+            more["per_row"] = per_row(name, inputs, *rows, self._made)
+        return replace(flow, **more)
 
     def look_for_baked(self, equation: Any, inputs: list[Flow]) -> None:
         """Notes an operation on a sum over rows whose constant is the batch's number of rows."""

@@ -137,11 +137,13 @@ def with_inner(
     """
     if equation.primitive.name == "reshape":
         return list(found)
-    return [
-        replace(flow, inner=_inner_of_result(equation, inputs, atom, reader))
-        if flow.word == "by row"
-        else flow
+    inners = [
+        _inner_of_result(equation, inputs, atom, reader) if flow.word == "by row" else None
         for atom, flow in zip(equation.outvars, found, strict=True)
+    ]
+    return [
+        flow if inner is None else replace(flow, inner=inner)
+        for flow, inner in zip(found, inners, strict=True)
     ]
 
 

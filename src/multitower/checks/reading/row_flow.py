@@ -378,15 +378,15 @@ class _Reader:
         """What becomes of rows: still by row, summed up, or mixed."""
         rows_in = max(len(self.row_axes(atom)) for atom in equation.invars)
         rows_out = max((len(self.row_axes(atom)) for atom in equation.outvars), default=0)
-        place = self.where(equation)
-        together = pairing(place) if pairs_chunks(equation, inputs) else None
+        together = pairing if pairs_chunks(equation, inputs) else None
         if together is None and pairs_layouts(equation, inputs, self):
-            together = laid_apart(place)
+            together = laid_apart
         if together is not None:
-            return ("by row" if has_rows else "mixed"), None, together
+            return ("by row" if has_rows else "mixed"), None, together(self.where(equation))
         if works_along_rows(equation, inputs, self.num_rows, self.all_rows):
             if not any(flow.sources for flow in inputs):
                 return "free", None, None  # noise alone, such as what makes a permutation
+            place = self.where(equation)
             # A sorted array, as of a quantile, is no table; nor is one whose neighbours are taken,
             # or whose rows a mask chooses.
             is_plain = len(inputs[0].sources) == 1 and not inputs[0].mixed
@@ -396,7 +396,7 @@ class _Reader:
         # jax.vmap draws for all rows from the first one's key, if the keys are such.
         is_drawn_together = name == "random_bits" and "rbg" in str(equation.invars[0].aval.dtype)
         if rows_out > rows_in or (is_drawn_together and rows_in):  # every row with every row
-            return "by row", None, place
+            return "by row", None, self.where(equation)
         if rows_out == 0 and rows_in > 0:
             return self._without_rows(equation, name, inputs)
         return "by row", None, None
@@ -405,7 +405,6 @@ class _Reader:
         self, equation: Any, name: str, inputs: list[Flow]
     ) -> tuple[Word, str | None, str | None]:
         """What becomes of rows in a result that has no axis of rows."""
-        place = self.where(equation)
         if name in ("gather", "dynamic_slice") and any(flow.is_index for flow in inputs[1:]):
             return "by row", None, None  # x[i] in a loop over the numbers of the rows
         if name == "slice":
@@ -414,6 +413,7 @@ class _Reader:
         is_group = takes_one_of_each_group(equation, *rows)
         if is_group or equation.outvars[0] in self._batches:
             return "mixed", None, None  # x[0::2] of pairs that are neighbours, or batches
+        place = self.where(equation)
         is_sum = name in operations.SUMS and worst_of(inputs).word == "by row"
         return ("linear", place, None) if is_sum else ("mixed", None, place)
 
