@@ -1,5 +1,6 @@
 """Runs one training step: as one program over all devices, or with the same bits on any number."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from multitower.engines.job import Shared
 from multitower.engines.same_bits import SameBits
 from multitower.steps.job import make_job, make_weights_job
 from multitower.steps.parts import Batches, StepParts
-from multitower.steps.state.bundles import Bundle, bundled, bundled_job, shown
+from multitower.steps.state.bundles import Bundle, bundled, bundled_job, shown, with_leaves
 from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.kept import KeptState
@@ -148,12 +149,22 @@ def take_changes(
 ) -> KeptState:
     """The state with what a user has written into it; other leaves are not copied."""
     parts = state.parts()
-    if parts is None or isinstance(parts[0], Bundle):
+    if parts is None:
         placed = {name: on_all_devices(leaves, placement) for name, leaves in changes.items()}
         return KeptState(with_changes(state.fields(), placed), maker)
     copies = replicate(dict(changes), placement)
-    parts = [with_changes(*pair) for pair in zip(parts, copies, strict=True)]
+    parts = [_with_own(*pair) for pair in zip(parts, copies, strict=True)]
     return KeptState.of_parts(parts, lambda each: as_shown(each, placement), maker)
+
+
+def _with_own(part: Any, changes: Changes) -> Any:
+    """The copy of one device with new leaves on this device."""
+    if not isinstance(part, Bundle):
+        return with_changes(part, changes)
+    sizes = [treedef.num_leaves for treedef in part.layout.treedef.children()]
+    first = dict(zip(Fields._fields, itertools.accumulate([0, *sizes]), strict=False))
+    flat = {first[name] + n: leaf for name, own in changes.items() for n, leaf in own.items()}
+    return with_leaves(part, flat)
 
 
 def as_shown(copies: Sequence[Any], placement: Placement) -> Fields:

@@ -5,9 +5,10 @@ the programs of a step small leaves are packed into vectors. Programs unpack the
 again, which only moves data, so no bit changes.
 """
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,6 +98,19 @@ def shown(tree: Any) -> Any:
     return _unbundled(tree, _cut_out)
 
 
+def with_leaves(bundle: Bundle, new: Mapping[int, Any]) -> Bundle:
+    """The bundle with some leaves of its tree replaced, by number; arrays are not overwritten.
+
+    Args:
+        bundle: the bundle of one device.
+        new: arrays on this device, of the shapes and dtypes of the leaves that they replace.
+    """
+    pairs = zip(bundle.layout.alone, bundle.alone, strict=True)
+    alone = [new.get(number, leaf) for number, leaf in pairs]
+    small = {number: leaf for number, leaf in new.items() if number not in bundle.layout.alone}
+    return Bundle(_put(bundle.vectors, small, bundle.layout), alone, bundle.layout)
+
+
 def _laid(tree: Any, layout: BundleLayout, join: Callable[[Any], _Vectors]) -> Bundle:
     leaves = jax.tree.leaves(tree)
     vectors = join([[leaves[number] for number in numbers] for numbers in layout.together])
@@ -124,6 +138,20 @@ def _cut(vectors: _Vectors, shapes: Sequence[Sequence[tuple[int, ...]]]) -> list
         ends = list(itertools.accumulate(math.prod(shape) for shape in own))
         pieces = slices(vector, list(itertools.pairwise([0, *ends])))
         found.append([piece.reshape(shape) for piece, shape in zip(pieces, own, strict=True)])
+    return found
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _put(vectors: _Vectors, new: Mapping[int, Any], layout: BundleLayout) -> _Vectors:
+    found: _Vectors = []
+    for vector, numbers in zip(vectors, layout.together, strict=True):
+        start = 0
+        for number in numbers:
+            end = start + math.prod(layout.shapes[number])
+            if number in new:
+                vector = vector.at[start:end].set(new[number].reshape(-1))
+            start = end
+        found.append(vector)
     return found
 
 
