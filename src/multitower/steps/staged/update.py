@@ -233,13 +233,15 @@ class WholeUpdate:
         An example are the first weights, for an optimizer that pulls parameters back to them.
         """
         program, (_, _, opt_state, _, _), (_, new_state, _) = self._whole
+        users: dict[int, set[int]] = {}
+        for x in numbers_in(program.outputs):
+            stages = self._stages(needs, x, known)
+            for number in needs[x]:
+                users.setdefault(number, set()).update(stages)
         found: dict[int, int] = {}
         for number, x in zip(opt_state, new_state, strict=True):
-            if number in known or number != x:
-                continue
-            users = [x for x in numbers_in(program.outputs) if number in needs[x]]
-            stages = {stage for x in users for stage in self._stages(needs, x, known)}
-            if len(stages) == 1 and min(stages) >= 0:
+            stages = users.get(number, set())
+            if number not in known and number == x and len(stages) == 1 and min(stages) >= 0:
                 found[number] = stages.pop()
         return found
 
