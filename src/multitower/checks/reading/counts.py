@@ -215,6 +215,16 @@ def multiplies(name: str, inputs: Sequence[Flow], num_rows: int) -> bool:
     return name == "mul" and any(divides(num_rows, abs(n)) for n in numbers_of(inputs))
 
 
+def asks_whether_finite(equation: Any, inputs: Sequence[Flow]) -> bool:
+    """Whether an operation compares a value with itself, as `jnp.isnan` does, or with infinity."""
+    name = equation.primitive.name
+    if name not in ("eq", "ne"):
+        return name == "is_finite"
+    left, right = equation.invars
+    values = [flow.value for flow in inputs if flow.value is not None and np.ndim(flow.value) == 0]
+    return left is right or not np.isfinite(values).all()
+
+
 def is_zero(flow: Flow) -> bool:
     """Whether it is the number 0; not an array of zeros, which parameters may be."""
     return np.ndim(flow.value) == 0 and bool(flow.value == 0)

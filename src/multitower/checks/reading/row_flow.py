@@ -42,6 +42,7 @@ from multitower.checks.reading.chunks import (
     with_chunks,
 )
 from multitower.checks.reading.counting import Counting
+from multitower.checks.reading.counts import asks_whether_finite
 from multitower.checks.reading.flow import (
     Flow,
     Word,
@@ -364,6 +365,8 @@ class _Reader:
             return "free", None, None
         words = {flow.word for flow in inputs}
         has_rows = any(self.row_axes(atom) for atom in equation.outvars)
+        if not has_rows and "by row" not in words and asks_whether_finite(equation, inputs):
+            return "free", None, None  # as if it were: what is not finite is an error anyway
         if words <= {"free"}:  # noise that is drawn for every row is rows
             return ("by row" if name in operations.DRAWS and has_rows else "free"), None, None
         if "mixed" in words and "by row" not in words:
