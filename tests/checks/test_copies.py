@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from multitower.checks.copies import source_of
+from multitower.checks.copies import Sources
 
 KEPT = jax.jit(lambda w: w)  # JAX does not look into it: the body of a loop returns a new value
 CHANGED = jax.jit(lambda w: w * 1)
@@ -65,5 +65,5 @@ KEEPING = [scanned, rows_of_scan, while_loop, branches, inside]
 def test_what_a_loop_or_a_branch_hands_on(fun, act, is_kept):
     """Lies: a parameter "written" by a loop that only passes it on; or one that is not told of."""
     program = jax.make_jaxpr(lambda w, x: fun(act, w, x))(jnp.ones(3), jnp.arange(3.0)).jaxpr
-    source = source_of(program, program.outvars[0])
+    source = Sources().of(program, program.outvars[0])
     assert [source is one for one in program.invars] == [is_kept, False]

@@ -11,7 +11,7 @@ from multitower.engines.source_lines import line_of
 _SAME = ("copy", "copy_p", "name", "optimization_barrier")
 
 
-class _Sources:
+class Sources:
     """Finds what values of programs are copies of; every program is looked through once."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ def writes_in(program: Any, written: Mapping[str, Any]) -> list[tuple[str, str |
     names = sorted(written)  # the order of the leaves of a dict
     jaxpr = program.jaxpr
     outputs = jaxpr.outvars[len(jaxpr.outvars) - 2 * len(names) :]
-    sources = _Sources()
+    sources = Sources()
     found: list[tuple[str, str | None]] = []
     for name, old, new in zip(names, outputs[::2], outputs[1::2], strict=True):
         source = sources.of(jaxpr, new)

@@ -14,7 +14,14 @@ from multitower.engines.job import Shared
 from multitower.engines.same_bits import SameBits
 from multitower.steps.job import make_job, make_weights_job
 from multitower.steps.parts import Batches, StepParts
-from multitower.steps.state.bundles import Bundle, bundled, bundled_job, shown, with_leaves
+from multitower.steps.state.bundles import (
+    Bundle,
+    bundled,
+    bundled_job,
+    first_leaf,
+    shown,
+    with_leaves,
+)
 from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.kept import KeptState
@@ -76,7 +83,7 @@ class SameBitsRunner:
         finished = self._engine.run(replicas, rows, state.made_by)
         state.spend()
         copies = [fields for fields, _ in finished.results]
-        new = KeptState.of_parts(copies, lambda each: as_shown(each, self._placement), maker)
+        new = _kept(copies, self._placement, maker)
         new.made_by = finished.programs
         return new, finished.results[0][1]
 
@@ -154,7 +161,18 @@ def take_changes(
         return KeptState(with_changes(state.fields(), placed), maker)
     copies = replicate(dict(changes), placement)
     parts = [_with_own(*pair) for pair in zip(parts, copies, strict=True)]
-    return KeptState.of_parts(parts, lambda each: as_shown(each, placement), maker)
+    return _kept(parts, placement, maker)
+
+
+def _kept(copies: Sequence[Any], placement: Placement, maker: object) -> KeptState:
+    """A state of the copies of all local devices."""
+
+    def count(copies: Sequence[Any]) -> jax.Array:
+        return as_global([first_leaf(copy) for copy in copies], placement)
+
+    return KeptState.of_parts(
+        copies, lambda each: as_shown(each, placement), maker, join_step=count
+    )
 
 
 def _with_own(part: Any, changes: Changes) -> Any:

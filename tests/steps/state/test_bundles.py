@@ -7,8 +7,17 @@ import optax
 import pytest
 
 import multitower as mt
+from multitower.steps import runner
 from multitower.steps.state import bundles
-from multitower.steps.state.bundles import SMALL, Bundle, bundled, opened, shown
+from multitower.steps.state.bundles import (
+    SMALL,
+    Bundle,
+    bundled,
+    first_leaf,
+    opened,
+    shown,
+    with_leaves,
+)
 from multitower.steps.state.leaves import named_leaves, on_host
 from multitower.steps.state.replicas import check_replicas
 
@@ -52,6 +61,33 @@ def test_a_tree_of_all_kinds_comes_back_as_it_was():
         assert jax.tree.map(lambda x: x.dtype, back) == jax.tree.map(lambda x: x.dtype, tree)
         assert mt.fingerprint(back) == mt.fingerprint(tree)
     assert shown(packed)["large"] is tree["large"]  # large ones are not copied
+
+
+def test_leaves_are_replaced_where_they_lie():
+    """Lie: a neighbour in the vector that gets the new value, too, or the old tree that has it."""
+    tree = a_tree()
+    before = mt.fingerprint(tree)
+    (packed,) = bundled([tree])
+    paths, leaves = zip(*jax.tree_util.tree_flatten_with_path(tree)[0], strict=True)
+    names = [jax.tree_util.keystr(path) for path in paths]
+    places = [names.index(name) for name in ("['1']['matrix']", "['3']['scalar'][0]", "['large']")]
+    new = {place: leaves[place] + jnp.ones((), leaves[place].dtype) for place in places}
+    places.append(names.index("['key']"))
+    new[places[-1]] = jax.random.key(7)
+    replaced = with_leaves(packed, new)
+    wanted = [new.get(number, leaf) for number, leaf in enumerate(leaves)]
+    assert mt.fingerprint(jax.tree.leaves(shown(replaced))) == mt.fingerprint(wanted)
+    assert mt.fingerprint(shown(packed)) == before
+    untouched = with_leaves(packed, {places[-1]: new[places[-1]]})
+    assert untouched.vectors is packed.vectors
+
+
+def test_the_first_leaf_is_read_alone():
+    tree = [jnp.int32(5), *[jnp.ones(2)] * FEWEST]
+    (packed,) = bundled([tree])
+    assert first_leaf(packed) is first_leaf(tree) is tree[0]
+    together = [jnp.float32(number) for number in range(FEWEST)]
+    assert int(first_leaf(bundled([together])[0])) == 0
 
 
 def test_few_leaves_travel_alone():
@@ -147,6 +183,21 @@ def test_what_a_user_writes_into_a_state_is_taken_over(two):
     state, _ = step(state, ROWS[1])
     other, _ = step(other, ROWS[1])
     assert mt.fingerprint(state) == mt.fingerprint(other)
+
+
+def test_the_count_of_steps_is_read_without_the_rest(two, monkeypatch):
+    """Lie: `int(state.step)` at every step, for which all parameters are put together."""
+    step, given = two
+    state, _ = step(jax.tree.map(jnp.copy, given), ROWS[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "as_shown", lambda *_: pytest.fail("all was put together"))
+        assert int(state.step) == int(given.step) + 1
+        assert state.step.is_fully_replicated
+    assert int(jax.tree.map(jnp.copy, state).step) == int(given.step) + 1
+    new, _ = step(state, ROWS[1])
+    assert int(new.step) == int(given.step) + 2
+    with pytest.raises(mt.StateError, match="overwritten"):
+        state.step  # noqa: B018
 
 
 def test_a_broken_vector_of_one_device_is_found(two):

@@ -98,6 +98,13 @@ def shown(tree: Any) -> Any:
     return _unbundled(tree, _cut_out)
 
 
+def first_leaf(tree: Any) -> Any:
+    """The first leaf of a tree that may be in a bundle, outside of a program."""
+    if isinstance(tree, Bundle) and tree.layout.alone[:1] == (0,):
+        return tree.alone[0]
+    return jax.tree.leaves(shown(tree))[0]
+
+
 def with_leaves(bundle: Bundle, new: Mapping[int, Any]) -> Bundle:
     """The bundle with some leaves of its tree replaced, by number; arrays are not overwritten.
 
@@ -105,10 +112,11 @@ def with_leaves(bundle: Bundle, new: Mapping[int, Any]) -> Bundle:
         bundle: the bundle of one device.
         new: arrays on this device, of the shapes and dtypes of the leaves that they replace.
     """
-    pairs = zip(bundle.layout.alone, bundle.alone, strict=True)
-    alone = [new.get(number, leaf) for number, leaf in pairs]
-    small = {number: leaf for number, leaf in new.items() if number not in bundle.layout.alone}
-    return Bundle(_put(bundle.vectors, small, bundle.layout), alone, bundle.layout)
+    alone = dict(zip(bundle.layout.alone, bundle.alone, strict=True))
+    small = {number: leaf for number, leaf in new.items() if number not in alone}
+    alone |= {number: leaf for number, leaf in new.items() if number in alone}
+    vectors = _put(bundle.vectors, small, bundle.layout) if small else bundle.vectors
+    return Bundle(vectors, [*alone.values()], bundle.layout)
 
 
 def _laid(tree: Any, layout: BundleLayout, join: Callable[[Any], _Vectors]) -> Bundle:
