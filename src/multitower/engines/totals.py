@@ -168,7 +168,10 @@ class Totals:
         return [stacked(blocks, self._placement) for blocks in zip(*own, strict=True)]
 
     def _blocks(self, leaf: jax.Array) -> list[jax.Array]:
-        """The local blocks of a global array; much quicker than `addressable_shards`."""
+        """The local blocks of a split array; much quicker than `addressable_shards`.
+
+        Of a replicated array `addressable_data` would return the first device's copy each time.
+        """
         return [leaf.addressable_data(i) for i in range(len(self.devices))]
 
 
