@@ -18,7 +18,7 @@ from multitower.steps.state.bundles import (
     Bundle,
     bundled,
     bundled_job,
-    first_leaf,
+    first_alone,
     shown,
     with_leaves,
 )
@@ -168,10 +168,13 @@ def _kept(copies: Sequence[Any], placement: Placement, maker: object) -> KeptSta
     """A state of the copies of all local devices."""
 
     def count(copies: Sequence[Any]) -> jax.Array:
-        return as_global([first_leaf(copy) for copy in copies], placement)
+        return as_global([first_alone(copy) for copy in copies], placement)
 
     return KeptState.of_parts(
-        copies, lambda each: as_shown(each, placement), maker, join_step=count
+        copies,
+        lambda each: as_shown(each, placement),
+        maker,
+        join_step=None if first_alone(copies[0]) is None else count,
     )
 
 
@@ -187,9 +190,10 @@ def _with_own(part: Any, changes: Changes) -> Any:
 
 def as_shown(copies: Sequence[Any], placement: Placement) -> Fields:
     """The state that a user sees, from the copy of each local device."""
-    if placement.spans_processes:  # one of them may read its state while the others do not
-        return as_global([shown(copy) for copy in copies], placement)
-    return shown(as_global(copies, placement))  # one program, and not one on each device
+    with jax.ensure_compile_time_eval():  # arrays, also where a user's jax.jit reads the state
+        if placement.spans_processes:  # one of them may read its state while the others do not
+            return as_global([shown(copy) for copy in copies], placement)
+        return shown(as_global(copies, placement))  # one program, and not one on each device
 
 
 def on_all_devices(fields: Any, placement: Placement) -> Any:

@@ -90,10 +90,10 @@ def _counting(
         found = (flow.counted or (flow.origin if flow.is_mean else None) for flow in gradients)
         return next((place for place in found if place), None)
     if all(flow.word == "linear" and flow.is_mean for flow in results):
-        are_sums = (
-            (flow.word == "by row" or flow.is_sum) and not flow.counted for flow in gradients
-        )
-        return results[0].origin if any(are_sums) else None
+        # Not if one of them is divided: another may be zeros.
+        is_divided = any(flow.counted or flow.is_mean for flow in gradients)
+        are_sums = any(flow.word == "by row" or flow.is_sum for flow in gradients)
+        return results[0].origin if are_sums and not is_divided else None
     return None
 
 

@@ -28,6 +28,15 @@ from multitower.checks.reading.counts import (
 from multitower.checks.reading.flow import Flow, Word, operation_at
 
 
+class _Warped(str):
+    """Where a value was divided by the number of rows whose tanh, say, was taken since.
+
+    The number cannot be taken out of it again.
+    """
+
+    __slots__ = ()
+
+
 class Counting:
     """Follows the number of rows through a program, one operation after the other.
 
@@ -64,7 +73,6 @@ class Counting:
         self._made = made
         self._means: dict[str | None, str] = {}  # sums of rows that were divided, and where
         self._for_good = set[str]()  # where it was divided by a root of the number, or the like
-        self._warped = set[str]()  # where it was divided, if the quotient's tanh, say, was taken
         self.baked: list[str] = []
 
     def added_to(self, flow: Flow, equation: Any, inputs: list[Flow]) -> Flow:
@@ -132,9 +140,10 @@ class Counting:
         is_sum = word == "linear" and not (sums and all(x.is_mean for x in sums))
         # To a sum over rows belongs n * log(sigma), for n rows.
         handed = [x for x in unknown if x.word in handed_on and not (is_sum and x.per_row)]
-        if warps(name, inputs):
-            self._warped |= {x.counted for x in handed if x.counted}
-        warped = next((x.counted for x in handed if x.counted in self._warped), None)
+        counted = [x.counted for x in handed if x.counted]
+        warped = next((place for place in counted if isinstance(place, _Warped)), None)
+        if warped is None and counted and warps(name, inputs):
+            warped = _Warped(counted[0])
         if word == "mixed" or (loses_count(equation, name, inputs) and not warped):
             return None
         if warped:

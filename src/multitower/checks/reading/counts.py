@@ -11,8 +11,8 @@ from multitower.checks.reading import operations
 from multitower.checks.reading.flow import Flow
 
 _NOTHING = Changing()
-# Smaller numbers keep a quotient finite.
-_EPSILON = 0.01
+# Smaller limits keep a quotient finite, and larger ones a number.
+_EPSILON, _HUGE = 0.01, 1e4
 
 
 def is_mean(
@@ -191,10 +191,10 @@ def loses_count(equation: Any, name: str, inputs: Sequence[Flow]) -> bool:
 def warps(name: str, inputs: Sequence[Flow]) -> bool:
     """Whether a factor that was in the inputs cannot be taken out of the result again.
 
-    To be above or below a number is such a thing, unless the number only keeps a quotient finite.
+    To be above or below a number is such a thing, unless the number only keeps others finite.
     """
     limits = [abs(n) for n in numbers_of(inputs)] if name in ("max", "min", "clamp") else []
-    return name in operations.WARPS or any(n > _EPSILON for n in limits)
+    return name in operations.WARPS or any(_EPSILON < n < _HUGE for n in limits)
 
 
 def is_squared(equation: Any, name: str, inputs: Sequence[Flow], num_rows: int) -> bool:

@@ -5,7 +5,6 @@ the programs of a step small leaves are packed into vectors. Programs unpack the
 again, which only moves data, so no bit changes.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -98,11 +97,11 @@ def shown(tree: Any) -> Any:
     return _unbundled(tree, _cut_out)
 
 
-def first_leaf(tree: Any) -> Any:
-    """The first leaf of a tree that may be in a bundle, outside of a program."""
-    if isinstance(tree, Bundle) and tree.layout.alone[:1] == (0,):
-        return tree.alone[0]
-    return jax.tree.leaves(shown(tree))[0]
+def first_alone(tree: Any) -> Any:
+    """The first leaf of a tree that may be in a bundle; None if it is in a vector."""
+    if not isinstance(tree, Bundle):
+        return jax.tree.leaves(tree)[0]
+    return tree.alone[0] if tree.layout.alone[:1] == (0,) else None
 
 
 def with_leaves(bundle: Bundle, new: Mapping[int, Any]) -> Bundle:
@@ -112,11 +111,17 @@ def with_leaves(bundle: Bundle, new: Mapping[int, Any]) -> Bundle:
         bundle: the bundle of one device.
         new: arrays on this device, of the shapes and dtypes of the leaves that they replace.
     """
-    alone = dict(zip(bundle.layout.alone, bundle.alone, strict=True))
-    small = {number: leaf for number, leaf in new.items() if number not in alone}
+    layout = bundle.layout
+    alone = dict(zip(layout.alone, bundle.alone, strict=True))
+    vectors = list(bundle.vectors)
+    for place, numbers in enumerate(layout.together):
+        start = 0
+        for number in numbers:
+            if number in new:
+                vectors[place] = _put(vectors[place], new[number], start)
+            start += math.prod(layout.shapes[number])
     alone |= {number: leaf for number, leaf in new.items() if number in alone}
-    vectors = _put(bundle.vectors, small, bundle.layout) if small else bundle.vectors
-    return Bundle(vectors, [*alone.values()], bundle.layout)
+    return Bundle(vectors, [*alone.values()], layout)
 
 
 def _laid(tree: Any, layout: BundleLayout, join: Callable[[Any], _Vectors]) -> Bundle:
@@ -149,18 +154,10 @@ def _cut(vectors: _Vectors, shapes: Sequence[Sequence[tuple[int, ...]]]) -> list
     return found
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _put(vectors: _Vectors, new: Mapping[int, Any], layout: BundleLayout) -> _Vectors:
-    found: _Vectors = []
-    for vector, numbers in zip(vectors, layout.together, strict=True):
-        start = 0
-        for number in numbers:
-            end = start + math.prod(layout.shapes[number])
-            if number in new:
-                vector = vector.at[start:end].set(new[number].reshape(-1))
-            start = end
-        found.append(vector)
-    return found
+@jax.jit
+def _put(vector: jax.Array, leaf: jax.Array, start: int) -> jax.Array:
+    """One program for all leaves of a shape: users write now into these, now into those."""
+    return jax.lax.dynamic_update_slice(vector, leaf.reshape(-1), (start,))
 
 
 _joined = jax.jit(_join)

@@ -27,6 +27,7 @@ class KeptState:
 
     __slots__ = (
         "_apart",
+        "_count",
         "_fields",
         "_join",
         "_join_shared",
@@ -43,6 +44,7 @@ class KeptState:
     def __init__(self, fields: Fields | None, maker: object = None, origin: object = None) -> None:
         self._fields = fields
         self._shared: Fields | None = None
+        self._count: jax.Array | None = None
         self._parts: Any = None
         self._join: Callable[[Any], Fields] | None = None
         self._join_shared: Callable[[Any], Fields] | None = None
@@ -88,7 +90,9 @@ class KeptState:
         """A field, for a user. Its leaves are remembered, so that a step finds what was changed."""
         if name == "step" and self._join_step is not None and self._fields is None:
             self._check_not_spent()
-            return self._join_step(self._parts)  # an array, in which nobody can write
+            if self._count is None:
+                self._count = self._join_step(self._parts)
+            return self._count  # an array, in which nobody can write
         value = getattr(self.fields() if name in self._apart else self.shared(), name)
         if name not in self._shown:
             self._shown[name] = Shown.of(value)
