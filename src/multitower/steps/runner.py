@@ -157,7 +157,7 @@ def take_changes(
     """The state with what a user has written into it; other leaves are not copied."""
     parts = state.parts()
     if parts is None:
-        placed = {name: on_all_devices(leaves, placement) for name, leaves in changes.items()}
+        placed = {name: fresh_on_all_devices(leaves, placement) for name, leaves in changes.items()}
         return KeptState(with_changes(state.fields(), placed), maker)
     copies = replicate(dict(changes), placement)
     parts = [_with_own(*pair) for pair in zip(parts, copies, strict=True)]
@@ -196,7 +196,7 @@ def as_shown(copies: Sequence[Any], placement: Placement) -> Fields:
         return shown(as_global(copies, placement))  # one program, and not one on each device
 
 
-def on_all_devices(fields: Any, placement: Placement) -> Any:
+def fresh_on_all_devices(fields: Any, placement: Placement) -> Any:
     """Copies of a tree's leaves, whole on every device; the originals are never overwritten."""
     leaves, treedef = jax.tree.flatten(fields)
     fresh = [own_copy(leaf) for leaf in leaves]

@@ -11,7 +11,7 @@ from multitower.steps.runner import (
     FastRunner,
     Metrics,
     SameBitsRunner,
-    on_all_devices,
+    fresh_on_all_devices,
     take_changes,
 )
 from multitower.steps.state.changes import Changes
@@ -84,7 +84,7 @@ class Way:
 
     def adopt(self, step: StepParts, fields: Fields, maker: object) -> KeptState:
         """A state with the values of one of another step, which is never overwritten."""
-        return KeptState(on_all_devices(fields, self.placement), maker)
+        return KeptState(fresh_on_all_devices(fields, self.placement), maker)
 
     def with_changes(self, state: KeptState, changes: Changes, maker: object) -> KeptState:
         """The state with what a user has written into it; other leaves are not copied."""

@@ -14,7 +14,7 @@ from multitower.steps.looped import LoopOptions, LoopRunner, StackFeeder, is_one
 from multitower.steps.optimizing.optimizer import check_opt_state
 from multitower.steps.parts import Batches, Looked, ShardOptions, StepParts
 from multitower.steps.rotation.options import RotationOptions, refuse_meeting_in_rotation
-from multitower.steps.runner import on_all_devices
+from multitower.steps.runner import fresh_on_all_devices
 from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.kept import KeptState
@@ -63,7 +63,7 @@ class InBlocks(Way):
     ) -> "tuple[Fields, BlockState]":
         """The fields that are whole on every device, and the `BlockState` for the others."""
         rest = fields._replace(opt_state=None, ema_params=None)
-        whole = on_all_devices(rest, self.placement)
+        whole = fresh_on_all_devices(rest, self.placement)
         sharded = self._sharded.get(maker)
         if sharded is None:
             from multitower.steps.blocks.state import BlockState  # noqa: PLC0415 (importing stays quick)

@@ -16,9 +16,7 @@ _OF_MATRICES = (
 _ALONG_LAST = ("approx_top_k", "top_k", "tridiagonal_solve")
 
 
-def works_along_rows(
-    equation: Any, inputs: Sequence[Flow], num_rows: int, all_rows: int = 0
-) -> bool:
+def works_along_rows(equation: Any, inputs: Sequence[Flow], num_rows: int, all_rows: int) -> bool:
     """Whether an operation brings rows together although its result has an axis of rows.
 
     Args:

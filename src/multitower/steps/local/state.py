@@ -11,7 +11,7 @@ import jax
 
 from multitower.errors import StateError
 from multitower.processes.together import whole_on_host
-from multitower.steps.runner import on_all_devices, own_copy
+from multitower.steps.runner import fresh_on_all_devices, own_copy
 from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.kept import KeptState
@@ -118,7 +118,7 @@ def as_state(parts: LocalParts, placement: Placement, maker: object) -> KeptStat
 
 
 def _parts(fields: Fields, own_of: Callable[[int], Own], placement: Placement) -> LocalParts:
-    whole = on_all_devices(fields._replace(local=None), placement)
+    whole = fresh_on_all_devices(fields._replace(local=None), placement)
     homes = {t: placement.devices[d] for d in placement.local for t in placement.towers_on[d]}
     towers = {tower: _on_device(own_of(tower), home) for tower, home in homes.items()}
     return LocalParts(replicate(whole, placement), towers, int(whole_on_host(whole.step)))

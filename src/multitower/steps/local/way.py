@@ -24,7 +24,7 @@ from multitower.steps.local.state import (
 )
 from multitower.steps.looped import StackFeeder
 from multitower.steps.parts import Batches, StepParts
-from multitower.steps.runner import on_all_devices, own_copy
+from multitower.steps.runner import fresh_on_all_devices, own_copy
 from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.kept import KeptState
@@ -130,7 +130,7 @@ class InLocalLoops(InLocal):
 
     def _go_on(self, fields: Fields, maker: object) -> KeptState:
         refuse_other_towers(fields, self.placement)
-        whole = on_all_devices(fields._replace(local=None), self.placement)
+        whole = fresh_on_all_devices(fields._replace(local=None), self.placement)
         leaves, treedef = jax.tree.flatten(fields.local)
         is_there = [isinstance(leaf, jax.Array) for leaf in leaves]
         pairs = zip(leaves, is_there, strict=True)
