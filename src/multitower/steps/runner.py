@@ -26,7 +26,7 @@ from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.kept import KeptState
 from multitower.towers.global_arrays import as_global, replicate
-from multitower.towers.leaves import is_key, is_traced
+from multitower.towers.leaves import are_traced, is_key, is_traced
 from multitower.towers.placement import Placement
 from multitower.towers.rows import BatchParts, Split, pad_rows
 from multitower.towers.split import TowerRows, copy_to, cut, refuse_tower_rows
@@ -190,10 +190,12 @@ def _with_own(part: Any, changes: Changes) -> Any:
 
 def as_shown(copies: Sequence[Any], placement: Placement) -> Fields:
     """The state that a user sees, from the copy of each local device."""
-    with jax.ensure_compile_time_eval():  # arrays, also where a user's jax.jit reads the state
-        if placement.spans_processes:  # one of them may read its state while the others do not
-            return as_global([shown(copy) for copy in copies], placement)
-        return shown(as_global(copies, placement))  # one program, and not one on each device
+    if are_traced(()):  # a user's jax.jit reads the state, which outlives its trace
+        with jax.ensure_compile_time_eval():
+            return as_shown(copies, placement)
+    if placement.spans_processes:  # one of them may read its state while the others do not
+        return as_global([shown(copy) for copy in copies], placement)
+    return shown(as_global(copies, placement))  # one program, and not one on each device
 
 
 def fresh_on_all_devices(fields: Any, placement: Placement) -> Any:
