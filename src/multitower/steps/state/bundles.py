@@ -98,9 +98,9 @@ def shown(tree: Any) -> Any:
 
 
 def first_alone(tree: Any) -> Any:
-    """The first leaf of a tree that may be in a bundle; None if it is in a vector."""
+    """The first leaf of a tuple or list that may be in a bundle; None if it is in a vector."""
     if not isinstance(tree, Bundle):
-        return jax.tree.leaves(tree)[0]
+        return tree[0]
     return tree.alone[0] if tree.layout.alone[:1] == (0,) else None
 
 

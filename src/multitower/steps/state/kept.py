@@ -16,7 +16,7 @@ class KeptState:
 
     A same-bits step works on one copy per device, with many small leaves in `bundles`. The arrays
     that span all devices, which a user sees, are made of those copies when the user reads them.
-    With eight devices that costs the host 20 us per leaf; `step` alone is read without the others.
+    With eight devices that costs the host 10 to 20 us per leaf; `step` is read without the others.
 
     Attributes:
         is_spent: whether a step has overwritten it.
