@@ -17,11 +17,13 @@ from multitower.processes.together import spread, whole_on_host
 from multitower.steps.optimizing.optimizer import check_opt_state
 from multitower.steps.optimizing.update import begin
 from multitower.steps.parts import StepParts
-from multitower.steps.state.changes import Changes, with_changes
+from multitower.steps.runner import as_shown
+from multitower.steps.state.bundles import bundled, laid, shown_on_host, with_leaves
+from multitower.steps.state.changes import Changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.kept import KeptState
 from multitower.towers.blocks import BlockLayout
-from multitower.towers.global_arrays import as_global, gather_rows, replicate
+from multitower.towers.global_arrays import as_global, replicate, stack_on_host
 from multitower.towers.placement import Placement
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ class Block(NamedTuple):
     """What one tower keeps, on its device: its block of the optimizer's state and of the average.
 
     A block of a leaf has shape (n,), n = ceil(elements / towers); leaves that are the same for all
-    elements, such as a count, are whole.
+    elements, such as a count, are whole. Either field may be a bundle.
     """
 
     opt_state: Any
@@ -44,6 +46,7 @@ class BlockParts(NamedTuple):
 
     Attributes:
         replicas: what each local device holds whole: everything but optimizer state and average.
+            Parameters and model state may be bundles.
         blocks: the block of each local tower, by the number of the tower.
     """
 
@@ -87,14 +90,19 @@ class BlockState:
 
     def first(self, step: StepParts, fields: Fields) -> BlockParts:
         """The parts of a first state; its `opt_state` and `ema_params` are made here."""
-        init = jax.jit(lambda params, t: Block(*begin(step, self.layout.block(params, t))))
-        parts = self._parts(fields, {})
-        for replica, d in zip(parts.replicas, self._placement.local, strict=True):
+
+        @jax.jit
+        def init(params: Any, tower: Any) -> Block:
+            return Block(*map(laid, begin(step, self.layout.block(params, tower))))
+
+        replicas = replicate(fields._replace(opt_state=None, ema_params=None), self._placement)
+        blocks: dict[int, Block] = {}
+        for replica, d in zip(replicas, self._placement.local, strict=True):
             device = self._placement.devices[d]
             for tower in self._placement.towers_on[d]:
                 made = init(replica.params, np.int32(tower))
-                parts.blocks[tower] = jax.device_put(made, device)
-        return parts
+                blocks[tower] = jax.device_put(made, device)
+        return BlockParts(_bundled(replicas), blocks)
 
     def parts_of(self, fields: Fields) -> BlockParts:
         """The parts of a state that is whole, such as one from a checkpoint.
@@ -106,50 +114,59 @@ class BlockState:
         state = [whole_on_host(leaf) for leaf in jax.tree.leaves(fields.opt_state)]
         average = jax.tree.map(whole_on_host, fields.ema_params)
         blocks: dict[int, Block] = {}
-        for d in self._placement.local:
-            for tower in self._placement.towers_on[d]:
-                leaves = [
-                    self._cut(leaf, tower) if is_cut else leaf
-                    for leaf, is_cut in zip(state, self._is_cut, strict=True)
-                ]
-                block = Block(
-                    jax.tree.unflatten(self._treedef, leaves),
-                    jax.tree.map(lambda leaf, tower=tower: self._cut(leaf, tower), average),
-                )
-                blocks[tower] = jax.device_put(block, self._placement.devices[d])
-        return self._parts(fields, blocks)
+        for tower, device in self._homes().items():
+            leaves = [
+                self._cut(leaf, tower) if is_cut else leaf
+                for leaf, is_cut in zip(state, self._is_cut, strict=True)
+            ]
+            block = Block(
+                jax.tree.unflatten(self._treedef, leaves),
+                jax.tree.map(lambda leaf, tower=tower: self._cut(leaf, tower), average),
+            )
+            blocks[tower] = jax.device_put(block, device)
+        whole = fields._replace(opt_state=None, ema_params=None)
+        blocks = dict(zip(blocks, _bundled([*blocks.values()]), strict=True))
+        return BlockParts(_bundled(replicate(whole, self._placement)), blocks)
 
     def take_changes(self, parts: BlockParts, changes: Changes) -> BlockParts:
         """The parts with what a user has written into the state."""
         whole = {name: leaves for name, leaves in changes.items() if name not in Block._fields}
         copies = replicate(whole, self._placement)
-        replicas = [with_changes(*pair) for pair in zip(parts.replicas, copies, strict=True)]
+        replicas = [_with_changes(*pair) for pair in zip(parts.replicas, copies, strict=True)]
         own = {name: leaves for name, leaves in changes.items() if name in Block._fields}
         on_host = jax.tree.map(whole_on_host, own)
         blocks = {
-            tower: self._block_with(block, on_host, tower) for tower, block in parts.blocks.items()
+            tower: _with_changes(parts.blocks[tower], self._cut_changes(on_host, tower, device))
+            for tower, device in self._homes().items()
         }
         return BlockParts(replicas, blocks)
 
-    def _block_with(self, block: Block, changes: Changes, tower: int) -> Block:
-        for name, by_number in changes.items():
-            leaves, treedef = jax.tree.flatten(getattr(block, name))
-            for number, leaf in by_number.items():
-                is_cut = name != "opt_state" or self._is_cut[number]
-                (home,) = leaves[number].devices()
-                new = self._cut(leaf, tower) if is_cut else leaf
-                leaves[number] = jax.device_put(new, home)
-            block = block._replace(**{name: jax.tree.unflatten(treedef, leaves)})
-        return block
+    def _cut_changes(self, changes: Changes, tower: int, device: jax.Device) -> Changes:
+        """A tower's part of new leaves, on its device."""
+
+        def own(name: str, number: int, leaf: Any) -> Any:
+            is_cut = name != "opt_state" or self._is_cut[number]
+            return jax.device_put(self._cut(leaf, tower) if is_cut else leaf, device)
+
+        return {
+            name: {number: own(name, number, leaf) for number, leaf in leaves.items()}
+            for name, leaves in changes.items()
+        }
 
     def state(self, parts: BlockParts, maker: object) -> KeptState:
         """The training state that a user gets for these parts."""
+        count = lambda parts: as_global([fields.step for fields in parts.replicas], self._placement)
         return KeptState.of_parts(
-            parts, self._join, maker, join_shared=self._join_shared, apart=Block._fields
+            parts,
+            self._join,
+            maker,
+            join_shared=self._join_shared,
+            join_step=count,
+            apart=Block._fields,
         )
 
     def _join_shared(self, parts: BlockParts) -> Fields:
-        return as_global(parts.replicas, self._placement)
+        return as_shown(parts.replicas, self._placement)
 
     def _join(self, parts: BlockParts) -> Fields:
         """The whole state, from all processes together; blocks are joined on the host.
@@ -157,37 +174,28 @@ class BlockState:
         A device may not have enough memory for all of them.
         """
         fields = self._join_shared(parts)
-        towers = [parts.blocks[tower] for tower in sorted(parts.blocks)]
-        states = [jax.tree.leaves(block.opt_state) for block in towers]
+        blocks = [parts.blocks[tower] for tower in sorted(parts.blocks)]
+        stacked = jax.tree.map(lambda *own: stack_on_host(own, self._placement), *blocks)
+        opt_state, average = map(shown_on_host, stacked)
         leaves = [
-            self._joined(own, shape) if is_cut else np.asarray(own[0])
-            for own, shape, is_cut in zip(
-                zip(*states, strict=True), self._whole, self._is_cut, strict=True
+            _joined(rows if is_cut else rows[0], shape)
+            for rows, shape, is_cut in zip(
+                jax.tree.leaves(opt_state), self._whole, self._is_cut, strict=True
             )
         ]
         average = jax.tree.map(
-            lambda leaf, *own: spread(self._joined(own, leaf), self._placement.shared),
-            fields.params if towers[0].ema_params is not None else None,
-            *(block.ema_params for block in towers),
+            lambda rows, leaf: spread(_joined(rows, leaf), self._placement.shared),
+            average,
+            fields.params if average is not None else None,
         )
         return fields._replace(
             opt_state=jax.tree.unflatten(self._treedef, leaves), ema_params=average
         )
 
-    def _joined(self, blocks: Sequence[jax.Array], shape: Any) -> np.ndarray[Any, Any]:
-        """A leaf of that shape, from the local towers' blocks of it."""
-        if self._placement.spans_processes:
-            num_elements = self._placement.num_towers * blocks[0].size
-            flat = whole_on_host(gather_rows(blocks, self._placement, num_elements))
-        else:
-            flat = np.concatenate([np.asarray(block) for block in blocks])  # host-device sync
-        whole = flat[: math.prod(shape.shape)].reshape(shape.shape)
-        whole.flags.writeable = False  # what a user wrote into it would be lost
-        return whole
-
-    def _parts(self, fields: Fields, blocks: dict[int, Block]) -> BlockParts:
-        rest = fields._replace(opt_state=None, ema_params=None)
-        return BlockParts(replicate(rest, self._placement), blocks)
+    def _homes(self) -> dict[int, jax.Device]:
+        """The device of each local tower."""
+        place = self._placement
+        return {tower: place.devices[d] for d in place.local for tower in place.towers_on[d]}
 
     def _cut(self, leaf: np.ndarray[Any, Any], tower: int) -> np.ndarray[Any, Any]:
         size = -(-leaf.size // self._placement.num_towers)
@@ -195,6 +203,25 @@ class BlockState:
         own = leaf.reshape(-1)[tower * size : (tower + 1) * size]
         block[: own.size] = own
         return block
+
+
+def _joined(rows: np.ndarray[Any, Any], shape: Any) -> np.ndarray[Any, Any]:
+    """A leaf of that shape, from the blocks of all towers, or a whole one."""
+    whole = rows.reshape(-1)[: math.prod(shape.shape)].reshape(shape.shape)
+    whole.flags.writeable = False  # what a user wrote into it would be lost
+    return whole
+
+
+def _bundled(copies: Sequence[Any]) -> list[Any]:
+    """Copies of `Fields` or a `Block`, with each field in a bundle if that pays."""
+    fields = [bundled(field) for field in zip(*copies, strict=True)]
+    return [type(copies[0])(*own) for own in zip(*fields, strict=True)]
+
+
+def _with_changes(tree: Any, changes: Changes) -> Any:
+    """`Fields` or a `Block` with these leaves replaced, on one device."""
+    new = {name: with_leaves(getattr(tree, name), leaves) for name, leaves in changes.items()}
+    return tree._replace(**new)
 
 
 def _is_cut(whole: Any, block: Any, num_towers: int) -> bool:

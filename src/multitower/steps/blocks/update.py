@@ -25,6 +25,7 @@ from multitower.steps.optimizing.extra_metrics import NORM, extra_metrics
 from multitower.steps.optimizing.update import finite_leaves, update
 from multitower.steps.parts import Batches, StepParts
 from multitower.steps.runner import TowerFeeder
+from multitower.steps.state.bundles import bundled_job, laid, laid_like, opened
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.kept import KeptState
 from multitower.towers.placement import Placement
@@ -44,8 +45,8 @@ class BlockRunner:
         self._feeder = TowerFeeder(step, batches, placement)
         layout, given = sharded.layout, (batches.split, batches.tower_rows)
         job = make_job(step, *given, placement.num_towers, cut=layout.cut)
-        self._engine = SameBits(job, placement)
-        self._gather = reduction.make_gather(placement, layout.whole)
+        self._engine = SameBits(bundled_job(job), placement)
+        self._gather = reduction.make_gather(placement, lambda rows: laid(layout.whole(rows)))
         self._step = step
         self._placement = placement
         self._devices = [placement.devices[d] for d in placement.local]
@@ -53,7 +54,7 @@ class BlockRunner:
         self._gather_squares = reduction.make_gather(placement, operator.itemgetter(0))
         self._numbers = WholeNumbers()
         self._compiled: dict[Any, list[Compiled]] = {}
-        self._finite = jax.jit(finite_leaves)
+        self._finite = jax.jit(lambda params: finite_leaves(opened(params)))
 
     def run(
         self, state: KeptState, batch: BatchParts, maker: object
@@ -100,14 +101,16 @@ class BlockRunner:
         """The update program: the same for every tower."""
         params, step_after, loss, tower, squares = given
         layout = self._sharded.layout
-        own = layout.block(params, tower)
+        own = layout.block(opened(params), tower)
         gradients = self._gradients(rows)
-        fields = Fields(step_after - 1, own, block.opt_state, block.ema_params, (), None)
+        opt_state, average = map(opened, block)
+        fields = Fields(step_after - 1, own, opt_state, average, (), None)
         if squares is not None:
             squares = add_towers(squares)
         new = update(self._step, fields, gradients, loss, (), squares=squares)
         told = extra_metrics(self._step, new.opt_state, squares)
-        return layout.to_rows(new.params), Block(new.opt_state, new.ema_params), told
+        block = Block(*map(laid_like, block, (new.opt_state, new.ema_params)))
+        return layout.to_rows(new.params), block, told
 
     def _gradients(self, rows: Any) -> Any:
         """A tower's block of the gradients, from its rows of the totals."""

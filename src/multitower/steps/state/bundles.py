@@ -13,15 +13,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from multitower.engines.job import Job, Shared, TowerResult
 from multitower.engines.packing import slices
+from multitower.steps.state.fields import Fields
 from multitower.towers.rows import Tower
 
 SMALL = 1024  # elements; copying a larger leaf costs a CPU more time than packing it saves
 FEWEST = 8  # leaves of one dtype from which a vector pays off
 
 _Vectors = list[jax.Array]
+_Shapes = Sequence[Sequence[tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
@@ -65,14 +68,14 @@ class Bundle:
 
 
 def bundled_job(job: Job) -> Job:
-    """The same job for a state that may be a bundle; the new state has the same layout."""
+    """The same job for a state that is a bundle or has some; the new state has the same layout."""
 
     def tower(shared: Shared, rows: list[Any], here: Tower) -> TowerResult:
         return job.tower(shared._replace(state=opened(shared.state)), rows, here)
 
     def finish(state: Any, means: Any, sums: Any) -> Any:
         new, metrics = job.finish(opened(state), means, sums)
-        return _laid(new, state.layout, _join) if isinstance(state, Bundle) else new, metrics
+        return laid_like(state, new), metrics
 
     return Job(tower, finish)
 
@@ -87,14 +90,35 @@ def bundled(copies: Sequence[Any]) -> list[Any]:
     return [_laid(copy, layout, _joined) for copy in copies] if layout.together else [*copies]
 
 
+def laid(tree: Any) -> Any:
+    """`bundled` inside a program, for one tree."""
+    layout = BundleLayout.of(tree)
+    return _laid(tree, layout, _join) if layout.together else tree
+
+
+def laid_like(old: Any, new: Any) -> Any:
+    """The new tree in bundles where the old one is in them, inside a program."""
+    if isinstance(old, Bundle):
+        return _laid(new, old.layout, _join)
+    return Fields(*map(laid_like, old, new)) if isinstance(old, Fields) else new
+
+
 def opened(tree: Any) -> Any:
-    """The tree in a bundle, inside a program; a tree that is not a bundle is returned unchanged."""
+    """The tree in a bundle, inside a program; a tree that is not a bundle is returned unchanged.
+
+    The fields of `Fields` may be bundles.
+    """
     return _unbundled(tree, _cut)
 
 
 def shown(tree: Any) -> Any:
     """`opened` outside of a program: small leaves are copies, others the bundle's own arrays."""
     return _unbundled(tree, _cut_out)
+
+
+def shown_on_host(tree: Any) -> Any:
+    """`shown` on the host, for NumPy arrays with a first axis for towers, which leaves get, too."""
+    return _unbundled(tree, _cut_rows)
 
 
 def first_alone(tree: Any) -> Any:
@@ -104,13 +128,16 @@ def first_alone(tree: Any) -> Any:
     return tree.alone[0] if tree.layout.alone[:1] == (0,) else None
 
 
-def with_leaves(bundle: Bundle, new: Mapping[int, Any]) -> Bundle:
+def with_leaves(bundle: Any, new: Mapping[int, Any]) -> Any:
     """The bundle with some leaves of its tree replaced, by number; arrays are not overwritten.
 
     Args:
-        bundle: the bundle of one device.
+        bundle: the bundle of one device, or a tree that is not a bundle.
         new: arrays on this device, of the shapes and dtypes of the leaves that they replace.
     """
+    if not isinstance(bundle, Bundle):
+        leaves, treedef = jax.tree.flatten(bundle)
+        return treedef.unflatten(new.get(number, leaf) for number, leaf in enumerate(leaves))
     layout = bundle.layout
     alone = dict(zip(layout.alone, bundle.alone, strict=True))
     vectors = list(bundle.vectors)
@@ -131,6 +158,8 @@ def _laid(tree: Any, layout: BundleLayout, join: Callable[[Any], _Vectors]) -> B
 
 
 def _unbundled(tree: Any, cut: Callable[[_Vectors, Any], list[_Vectors]]) -> Any:
+    if isinstance(tree, Fields):
+        return Fields(*[_unbundled(field, cut) for field in tree])
     if not isinstance(tree, Bundle):
         return tree
     layout = tree.layout
@@ -145,13 +174,25 @@ def _join(groups: Sequence[Sequence[Any]]) -> _Vectors:
     return [jnp.concatenate([leaf.reshape(-1) for leaf in leaves]) for leaves in groups]
 
 
-def _cut(vectors: _Vectors, shapes: Sequence[Sequence[tuple[int, ...]]]) -> list[_Vectors]:
+def _cut(vectors: _Vectors, shapes: _Shapes) -> list[_Vectors]:
     found: list[_Vectors] = []
     for vector, own in zip(vectors, shapes, strict=True):
-        ends = list(itertools.accumulate(math.prod(shape) for shape in own))
-        pieces = slices(vector, list(itertools.pairwise([0, *ends])))
+        pieces = slices(vector, list(itertools.pairwise([0, *_ends(own)])))
         found.append([piece.reshape(shape) for piece, shape in zip(pieces, own, strict=True)])
     return found
+
+
+def _cut_rows(vectors: Any, shapes: _Shapes) -> list[Any]:
+    found: list[Any] = []
+    for rows, own in zip(vectors, shapes, strict=True):
+        pieces = zip(np.split(rows, _ends(own)[:-1], axis=1), own, strict=True)
+        found.append([piece.reshape(len(rows), *shape) for piece, shape in pieces])
+    return found
+
+
+def _ends(shapes: Sequence[tuple[int, ...]]) -> list[int]:
+    """Where each of these leaves ends in a vector."""
+    return list(itertools.accumulate(math.prod(shape) for shape in shapes))
 
 
 @jax.jit
