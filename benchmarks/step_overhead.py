@@ -174,11 +174,14 @@ def hand_written(work: Work, devices: list[Any]) -> Callable[[int], None]:
     return run
 
 
-def with_multitower(work: Work, num_devices: int, towers: int | None) -> Callable[[int], None]:
+def with_multitower(
+    work: Work, num_devices: int, towers: int | None, **options: Any
+) -> Callable[[int], None]:
     """The same through the library."""
     import jax
 
-    step = mt.train_step(work.losses, work.optimizer, devices=num_devices, towers=towers)
+    given: dict[str, Any] = {"devices": num_devices, "towers": towers, **options}
+    step = mt.train_step(work.losses, work.optimizer, **given)
     state = step.init(work.params)
     batch = mt.shard(work.batch, devices=num_devices, towers=towers)
 
@@ -305,6 +308,7 @@ def main() -> None:
             "hand-written": hand_written(work, devices_of_all(options.devices)),
             "fast": with_multitower(work, options.devices, None),
             "same bits": with_multitower(work, options.devices, rows_for),
+            "shard_update": with_multitower(work, options.devices, rows_for, shard_update=True),
         }
         if not together:
             contenders["fast, 20 a call"] = many_a_call(work, options.devices)

@@ -1,5 +1,7 @@
 """value_and_grad, grad, average_gradients: law L2 against JAX on one device and against NumPy."""
 
+import dataclasses
+import enum
 import functools
 import gc
 import itertools
@@ -427,6 +429,74 @@ def test_flags_strings_and_functions_are_handed_on(towers):
         lambda x, *, training: x - x.mean() if training else x, x, training=True
     )
     assert "x.mean()" in str(wrong)  # the program is read with the flag as it is
+
+
+class Kind(enum.Enum):
+    SQUARE = 2
+    CUBE = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    power: int
+    shape: tuple = (2,)
+
+
+@pytest.mark.parametrize(
+    ("two", "power"),
+    [
+        ((Kind.SQUARE, Kind.CUBE), lambda kind: kind.value),
+        ((Settings(2), Settings(3)), lambda settings: settings.power),
+        ((np.dtype("int16"), np.dtype("int32")), lambda dtype: dtype.itemsize),
+    ],
+    ids=["enum", "frozen dataclass", "dtype"],
+)
+def test_settings_are_handed_on(two, power):
+    """Lie: the program of the other settings; or that they must be arrays."""
+    w, x = np.ones(3, np.float32), batch_of(10)["x"]
+    loss = lambda w, x, settings: (x @ w) ** power(settings)
+    run = mt.value_and_grad(loss, devices=2)
+    for own in two:
+        expected = jax.value_and_grad(lambda w, own=own: loss(w, x, own).mean())(w)
+        assert_close(run(w, x, own), expected)
+
+
+class Hashed:
+    """An array of another library, which has a hash, as PyTorch's have."""
+
+    def __hash__(self):
+        return id(self)
+
+    def __array__(self, *_, **__):
+        return np.zeros(8, np.float32)
+
+
+@dataclasses.dataclass
+class Loose:
+    power: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    x: np.ndarray
+
+
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        (range(8), "settings, close over it with functools.partial; else .* numpy.asarray"),
+        (Hashed(), r"a Hashed of .*Pass numpy.asarray\(...\) of it"),
+        (Loose(2), "holds settings and no arrays, close over it with functools.partial"),
+        (Batch(np.zeros(8)), "Register its class once"),
+        (object(), "settings, close over it with functools.partial"),
+    ],
+    ids=["range", "array", "dataclass", "batch", "object"],
+)
+def test_what_may_be_rows_is_no_setting(given, advice):
+    """Lie: rows in a form that JAX does not know, which every tower gets whole."""
+    run = mt.value_and_grad(lambda w, x, more: (x @ w) ** 2, devices=2)
+    with pytest.raises(mt.ArgumentError, match=advice):
+        run(np.ones(3, np.float32), batch_of(8)["x"], given)
 
 
 def test_a_traced_flag_stays_an_array():

@@ -42,11 +42,12 @@ def value_and_grad(
 
     The result equals `jax.value_and_grad(lambda *args: jnp.mean(fun(*args)))` on one device, up to
     rounding. Every tower gets the `argnums` arguments whole, and its slice of every other array
-    along axis 0. Numbers and 0-d arrays are whole in every tower. Flags, strings and functions are
-    passed on like static arguments of `jax.jit`. Each tower gets a different PRNG key: tower 0
-    gets your key (`jax.random.key`, or a `jax.random.PRNGKey` beside rows) unchanged, and the other
-    towers get keys made from it. Called outside of `jax.jit`, `fun` is compiled like a `jax.jit`
-    function, so apart from what it closes over it must depend on its arguments alone.
+    along axis 0. Numbers and 0-d arrays are whole in every tower. Flags, strings, functions, and
+    settings in a frozen dataclass or an Enum, are passed on like static arguments of `jax.jit`.
+    Each tower gets a different PRNG key: tower 0 gets your key (`jax.random.key`, or a
+    `jax.random.PRNGKey` beside rows) unchanged, and the other towers get keys made from it. Called
+    outside of `jax.jit`, `fun` is compiled like a `jax.jit` function, so apart from what it closes
+    over it must depend on its arguments alone.
 
     It also replaces `nnx.value_and_grad` and `eqx.filter_value_and_grad`. Modules, in any argument,
     are whole in every tower, and gradients have the framework's own form. Changes that an NNX

@@ -64,7 +64,8 @@ def make_parallel(
             device gets whole, or a tuple with one entry (or pytree prefix) per positional argument.
             Keyword arguments are split on axis 0. Numbers and 0-d arrays are always whole. Each
             tower gets a different PRNG key from a 0-d typed key; tower 0 gets the key unchanged.
-            Flags, strings and functions are passed on like static arguments of `jax.jit`.
+            Flags, strings, functions, and settings in a frozen dataclass or an Enum, are passed on
+            like static arguments of `jax.jit`.
         out_axes: the axis of the rows in the results; None for a result that does not depend on
             the rows (it is taken from the first tower; a warning names one that does depend).
         devices: as for `multitower.devices`; all by default.

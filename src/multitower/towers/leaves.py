@@ -1,7 +1,7 @@
 """Leaves: whether a leaf of the arguments is a key, a constant or traced, and its dtype."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import Sharding
+
+# What arrays of any library have, whatever their hash.
+_ARRAYS = ("__array__", "__dlpack__")
 
 
 def is_key(leaf: Any) -> bool:
@@ -110,7 +113,9 @@ def wide_dtype(*dtypes: Any) -> Any:
 
 @dataclass(frozen=True)
 class Constant:
-    """An argument that is not data: a flag, a string or a function. It is passed on unchanged.
+    """An argument that is no data, such as a flag, a string, a function or a frozen dataclass.
+
+    It is passed on unchanged.
 
     Like static arguments of `jax.jit` it is part of the program: two calls share a program if their
     constants are equal.
@@ -134,10 +139,26 @@ class Constant:
 
 
 def is_constant(leaf: Any) -> bool:
-    """Whether a leaf is a flag, a string or a function, and so not data."""
+    """Whether a leaf is a flag, a string, a function or an object of settings, and so no data."""
     if isinstance(leaf, jax.Array | np.ndarray) or hasattr(leaf, "__jax_array__"):
         return False
-    return isinstance(leaf, bool | str | bytes) or callable(leaf)
+    return isinstance(leaf, bool | str | bytes) or callable(leaf) or _has_settings(leaf)
+
+
+def _has_settings(leaf: Any) -> bool:
+    """Whether an object has a hash of what is in it, and so no arrays: an Enum, a frozen dataclass.
+
+    Other objects are compared by identity, and may be batches that JAX does not know.
+    """
+    if isinstance(leaf, int | float | complex | np.generic | Mapping | Sequence):
+        return False  # numbers are data; range(8) may be meant as rows
+    if isinstance(leaf, jax.ShapeDtypeStruct | jax.Ref) or any(hasattr(leaf, x) for x in _ARRAYS):
+        return False
+    try:
+        hash(leaf)
+    except TypeError:
+        return False
+    return type(leaf).__hash__ is not object.__hash__
 
 
 def leaves_in_lists(tree: Any) -> set[int]:

@@ -124,8 +124,8 @@ def refuse_what_is_no_array(leaf: Any, where: Callable[[], str]) -> None:
                 "arrays, dataset.with_format('numpy')[:]."
             )
         raise ArgumentError(
-            f"{where()} is {shown(leaf)}: towers take arrays and numbers. Convert it with "
-            "numpy.asarray, or close over it with functools.partial."
+            f"{where()} is {shown(leaf)}: towers take arrays and numbers. If it holds settings, "
+            "close over it with functools.partial; else convert it with numpy.asarray."
         )
 
 
@@ -159,7 +159,10 @@ def refuse_mapping(leaf: Any, where: Callable[[], str]) -> None:
     if isinstance(leaf, Mapping):
         how = f"Pass dict({where()})."
     elif dataclasses.is_dataclass(leaf):
-        how = "Register its class once, with jax.tree_util.register_dataclass, or pass a dict."
+        how = (
+            "Register its class once, with jax.tree_util.register_dataclass, or pass a dict. If it "
+            "holds settings and no arrays, close over it with functools.partial."
+        )
     else:
         return
     raise ArgumentError(f"{where()} is a {type(leaf).__name__}, which is not a pytree. {how}")
@@ -323,5 +326,5 @@ def taken_out_of(name: str) -> str:
 
 def shown(value: Any) -> str:
     """A value and its type, short enough for a message."""
-    text = repr(value)
+    text = " ".join(repr(value).split())
     return f"{text if len(text) <= 40 else text[:37] + '...'} ({type(value).__name__})"
