@@ -16,11 +16,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from multitower.towers.global_arrays import on_each_device, stacked
+from multitower.towers.global_arrays import on_each_device, rows_at, stacked
 from multitower.towers.placement import AXIS, Placement
 
 _T = TypeVar("_T")
@@ -190,12 +189,17 @@ def make_gather(
         is a global array, with the devices' own rows stacked along axis 0. The result is whole on
         every device.
     """
-    slots = {tower: slot for towers in placement.towers_on for slot, tower in enumerate(towers)}
-    at = [(placement.owners[tower], slots[tower]) for tower in range(placement.num_towers)]
+    most = len(placement.slots)
+    places = {
+        tower: device * most + slot
+        for device, towers in enumerate(placement.towers_on)
+        for slot, tower in enumerate(towers)
+    }
+    order = [places[tower] for tower in range(placement.num_towers)]
 
     def on_device(blocks: list[list[jax.Array]]) -> Any:
-        gathered = [lax.all_gather(jnp.stack(rows), AXIS) for rows in blocks]
-        return assemble([block[tuple(np.array(at).T)] for block in gathered])
+        gathered = [lax.all_gather(jnp.stack(rows), AXIS, tiled=True) for rows in blocks]
+        return assemble([rows_at(block, order) for block in gathered])
 
     return _over_devices(placement, on_device, results=PartitionSpec())
 
@@ -246,9 +250,12 @@ def _own_rows(
 
     Every device sends (D-1)/D of the block, if all D devices have equally many towers.
     """
-    order = np.array(placement.slots).T
-    sent = [piece[order] for piece in pieces]
-    arrived = [lax.all_to_all(rows, AXIS, 0, 0) for rows in sent]
+    order = [tower for towers in zip(*placement.slots, strict=True) for tower in towers]
+    sent = [rows_at(piece, order) for piece in pieces]
+    by_device = (len(placement.devices), len(placement.slots))
+    arrived = [
+        lax.all_to_all(rows.reshape(*by_device, *rows.shape[1:]), AXIS, 0, 0) for rows in sent
+    ]
     total = evaluate(how.rest, lambda at: arrived[at[1]][at[0]])
     return [total[slot] for slot in range(len(placement.slots))]
 

@@ -160,6 +160,8 @@ def with_blocks(
         # Some parts are arranged while others have arrived. How the compiler packs them is not
         # known: one row more is the middle of what it needed in the programs of the tests.
         largest = max(largest, sum(sent) - largest) + sum(row_bytes)
+    elif spread.slots == 1 and largest > sum(sent) - largest:
+        largest -= largest // spread.num_devices  # its own part stays on the device
     exchange = spread.num_parts * (sums + sum(sent)) + largest + own_rows + packed
     gather = own_rows + own_params + state.parameters + _gather_bytes(blocks, spread)
     return Memory(
@@ -270,12 +272,24 @@ def _filled_bytes(fields: Fields, blocks: BlockLayout) -> int:
 
 def _gather_bytes(blocks: BlockLayout, spread: Spread) -> int:
     """Bytes that the all-gather of parameters needs beside its arguments and results."""
-    leaves: dict[int, list[tuple[int, bool]]] = {}
+    buffers: dict[int, list[tuple[int, bool]]] = {}
     for place, shape, dtype in zip(blocks.places, blocks.shapes, blocks.dtypes, strict=True):
         size = place.size * blocks.num_towers
         is_whole = size == math.prod(shape)
-        leaves.setdefault(place.buffer, []).append((size * dtype.itemsize, is_whole))
-    largest = max(leaves.values(), key=lambda own: sum(size for size, _ in own))
-    # If a buffer is one leaf, and in order, it is not copied again.
-    is_in_order = spread.slots == 1 and len(largest) == 1 and largest[0][1]
-    return (1 if is_in_order else 2) * sum(size for size, _ in largest)
+        buffers.setdefault(place.buffer, []).append((size * dtype.itemsize, is_whole))
+    sent = spread.num_devices * spread.slots  # a device with fewer towers sends its last one again
+    is_even = sent == blocks.num_towers
+    arrived, own = 0, list[int]()
+    for leaves in buffers.values():
+        size = sum(size for size, _ in leaves)
+        own.append(size // spread.num_devices)
+        # A buffer that is one leaf arrives in its place.
+        if len(leaves) > 1 or not is_even or not leaves[0][1]:
+            arrived += size * sent // blocks.num_towers
+        if len(leaves) > 1 and not is_even:
+            arrived += size  # without what was sent again
+    if spread.slots == 1 or not is_even:
+        return arrived
+    # A device's rows are put together first, where there is room among the results.
+    largest = max(size for leaves in buffers.values() for size, _ in leaves)
+    return arrived + (max(own) if max(own) > largest else 0) if arrived else sum(sorted(own)[-2:])

@@ -206,6 +206,15 @@ def stack_on_host(leaves: Sequence[jax.Array], placement: Placement | None = Non
     return whole
 
 
+def rows_at(array: jax.Array, numbers: Any) -> jax.Array:
+    """`array[numbers]` inside a program, of numbers that are known: slices, which are copied whole.
+
+    A gather copies element by element: on CPUs it takes several times as long.
+    """
+    runs = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
+    return jnp.concatenate([lax.slice_in_dim(array, run[0], run[-1] + 1) for run in runs])
+
+
 def gather_rows(towers: Sequence[jax.Array], placement: Placement, num_rows: int) -> jax.Array:
     """The first `num_rows` rows of all towers, whole on every device; call it on every process.
 
@@ -236,7 +245,7 @@ def _gather(
     }
     order = np.concatenate([starts[t] + np.arange(tower_rows) for t in sorted(starts)])[:num_rows]
     gather = jax.shard_map(
-        lambda rows: lax.all_gather(rows, AXIS, tiled=True)[order],
+        lambda rows: rows_at(lax.all_gather(rows, AXIS, tiled=True), order),
         mesh=placement.mesh,
         in_specs=PartitionSpec(AXIS),
         out_specs=PartitionSpec(),
