@@ -216,8 +216,13 @@ def multiplies(name: str, inputs: Sequence[Flow], num_rows: int) -> bool:
 
 
 def asks_whether_finite(equation: Any, inputs: Sequence[Flow]) -> bool:
-    """Whether an operation compares a value with itself, as `jnp.isnan` does, or with infinity."""
+    """Whether an operation compares a value with itself, as `jnp.isnan` does, or with infinity.
+
+    Or whether it joins the answers, such as those of all rows.
+    """
     name = equation.primitive.name
+    if name in operations.JOINS_ANSWERS:
+        return all(flow.asks for flow in inputs)
     if name not in ("eq", "ne"):
         return name == "is_finite"
     left, right = equation.invars

@@ -109,6 +109,7 @@ class Flow:
             that is known: such as weights of four tasks, which meet four chunks of the rows.
         inner: for an axis with several values of each row, how many of them lie side by side, if
             that is known; see `layout`.
+        asks: whether it says that something is a finite number, or is not.
         value: its value, if it is a constant: Keras, for example, computes the number of rows in
             the program, as the product of a shape. A scalar for an array of equal elements.
     """
@@ -141,6 +142,7 @@ class Flow:
     chunk: int | Chunks | None = None
     apart: frozenset[int] = frozenset()
     inner: int | None = None
+    asks: bool = False
 
     @property
     def is_sum(self) -> bool:

@@ -76,6 +76,9 @@ BENDS_NO_NORM = {"exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh"}
 CLIPS = {"max", "min", "clamp", "abs"}
 # Of BENDS, what nobody keeps of a variance as if it were one.
 BENDS_VARIANCES = {*BENDS_NO_NORM, "rsqrt"}
+# Whether any or all of several answers are yes.
+ANY_OR_ALL = {"reduce_or", "reduce_and"}
+JOINS_ANSWERS = {*ANY_OR_ALL, "not", "and", "or", *SAME_NUMBERS}
 # Equinox asks so whether any row needs a branch, whose result the other rows do not take.
 WHETHER_ANY = ("unvmap_any", "unvmap_all", "unvmap_max")
 # Their results are the same in every tower.

@@ -295,6 +295,7 @@ class _Reader:
             ends=ends_of(inputs, mixing) if word == "mixed" else frozenset(),
             no_norm=self._no_norm(equation, inputs),
             apart=apart_in(equation, inputs) if word == "free" else frozenset[int](),
+            asks=asks_whether_finite(equation, inputs),
         )
         return self.counting.added_to(flow, equation, inputs)
 
@@ -365,7 +366,9 @@ class _Reader:
             return "free", None, None
         words = {flow.word for flow in inputs}
         has_rows = any(self.row_axes(atom) for atom in equation.outvars)
-        if not has_rows and "by row" not in words and asks_whether_finite(equation, inputs):
+        of_all = name in operations.ANY_OR_ALL and bool(self.row_axes(equation.invars[0]))
+        is_one = not has_rows and ("by row" not in words or of_all)
+        if is_one and asks_whether_finite(equation, inputs):
             return "free", None, None  # as if it were: what is not finite is an error anyway
         if words <= {"free"}:  # noise that is drawn for every row is rows
             return ("by row" if name in operations.DRAWS and has_rows else "free"), None, None
