@@ -30,8 +30,6 @@ from multitower.towers.rows import take_apart
 APART = (local_runner, meeting, rotation_runner, rotation_sums)
 
 TOLERANCE = 0.05
-# Where devices send several parts of large sums, compilers of JAX before 0.12 pack them less well.
-TOLERANCE_APART = 0.05 if jax.__version_info__ >= (0, 12) else 0.1
 
 left_by_others = {}  # bytes on each device before a test
 
@@ -288,4 +286,4 @@ def test_towers_apart_are_what_is_measured(name, most):
 )
 def test_all_layouts_of_towers_apart_are_what_is_measured(program, num_devices, name, towers, most):
     off = off_apart(PROGRAMS[program], num_devices, APART_OPTIONS[name], most, towers)
-    assert {which: share for which, share in off.items() if abs(share) > TOLERANCE_APART} == {}
+    assert {which: share for which, share in off.items() if abs(share) > TOLERANCE} == {}
