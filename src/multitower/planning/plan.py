@@ -49,10 +49,9 @@ def plan(
     A slow test compares the total with measured bytes for five programs on 1 to 4 simulated CPU
     devices. It is within 5 % without options, with `towers=`, with `towers=` and
     `shard_update=True`, with `stages=`, with `shard_update=True` or `shard_params=True` without
-    `towers=`, and for local and asynchronous updates (local ones on JAX 0.10: within 10 %). In
-    other programs, `towers=` with `shard_update=True` has taken less than was planned.
-    `shard_update` and `shard_params` without `towers=` are compiled for the devices of this
-    process; for more devices they are estimates.
+    `towers=`, and for local and asynchronous updates. In other programs, `towers=` with
+    `shard_update=True` has taken less than was planned. `shard_update` and `shard_params` without
+    `towers=` are compiled for the devices of this process; for more devices they are estimates.
 
     Args:
         loss_fn: as for `train_step`.
