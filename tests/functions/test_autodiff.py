@@ -6,12 +6,14 @@ import functools
 import gc
 import itertools
 import weakref
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -439,7 +441,14 @@ class Kind(enum.Enum):
 @dataclasses.dataclass(frozen=True)
 class Settings:
     power: int
-    shape: tuple = (2,)
+    shape: tuple = (2, None, "valid")
+    act: object = jax.nn.relu
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    inner: Settings
+    signed: float = 0.0
 
 
 @pytest.mark.parametrize(
@@ -447,9 +456,12 @@ class Settings:
     [
         ((Kind.SQUARE, Kind.CUBE), lambda kind: kind.value),
         ((Settings(2), Settings(3)), lambda settings: settings.power),
+        ((Outer(Settings(2)), Outer(Settings(3))), lambda outer: outer.inner.power),
+        ((Outer(1, 0.0), Outer(1, -0.0)), lambda outer: 2 + np.signbit(outer.signed)),
+        ((Outer(1), Outer(True)), lambda outer: 2 + isinstance(outer.inner, bool)),
         ((np.dtype("int16"), np.dtype("int32")), lambda dtype: dtype.itemsize),
     ],
-    ids=["enum", "frozen dataclass", "dtype"],
+    ids=["enum", "frozen dataclass", "nested", "sign", "type", "dtype"],
 )
 def test_settings_are_handed_on(two, power):
     """Lie: the program of the other settings; or that they must be arrays."""
@@ -465,7 +477,7 @@ class Hashed:
     """An array of another library, which has a hash, as PyTorch's have."""
 
     def __hash__(self):
-        return id(self)
+        return 1
 
     def __array__(self, *_, **__):
         return np.zeros(8, np.float32)
@@ -478,7 +490,21 @@ class Loose:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    x: np.ndarray
+    x: object = dataclasses.field(compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A data set that reads rows when it is asked."""
+
+    path: str
+
+    def __getitem__(self, place):
+        return 0.0
+
+
+class More(Settings):
+    """It has more than its base class, which `==` does not see."""
 
 
 @pytest.mark.parametrize(
@@ -488,9 +514,27 @@ class Batch:
         (Hashed(), r"a Hashed of .*Pass numpy.asarray\(...\) of it"),
         (Loose(2), "holds settings and no arrays, close over it with functools.partial"),
         (Batch(np.zeros(8)), "Register its class once"),
+        (Batch(jnp.float32(1)), "Register its class once"),
+        (Batch((1, object())), "Register its class once"),
+        (Batch(nnx.Rngs(0)), "Register its class once"),
+        (More(2), "Register its class once"),
+        (Source("rows.npy"), "Register its class once"),
+        (Fraction(1, 2), "towers take arrays and numbers"),
         (object(), "settings, close over it with functools.partial"),
     ],
-    ids=["range", "array", "dataclass", "batch", "object"],
+    ids=[
+        "range",
+        "array",
+        "dataclass",
+        "rows",
+        "number",
+        "inside",
+        "module",
+        "more",
+        "source",
+        "fraction",
+        "object",
+    ],
 )
 def test_what_may_be_rows_is_no_setting(given, advice):
     """Lie: rows in a form that JAX does not know, which every tower gets whole."""

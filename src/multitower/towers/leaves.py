@@ -1,9 +1,13 @@
 """Leaves: whether a leaf of the arguments is a key, a constant or traced, and its dtype."""
 
+import dataclasses
+import enum
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import PurePath
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +15,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Sharding
 
-# What arrays of any library have, whatever their hash.
-_ARRAYS = ("__array__", "__dlpack__")
+# In a dataclass of settings; other callable objects may have state.
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, type, np.ufunc, type(jax.jit(abs)), jax.custom_jvp)
 
 
 def is_key(leaf: Any) -> bool:
@@ -121,16 +125,19 @@ class Constant:
     constants are equal.
 
     Attributes:
-        key: type and value, since 1, 1.0 and True are equal; type and `id` if it has no hash.
+        key: type and value, since 1, 1.0 and True are equal; type and `id` if it has no hash; for
+            settings, all types and values in them.
         value: the argument, kept alive so that no other object can get its `id`.
     """
 
-    key: tuple[type, Any]
+    key: tuple[Any, ...]
     value: Any = field(compare=False)
 
     @classmethod
     def of(cls, value: Any) -> "Constant":
         """The `Constant` of a value."""
+        if (key := _settings_in(value)) is not None:
+            return cls(key, value)
         try:
             hash(value)
         except TypeError:
@@ -142,23 +149,34 @@ def is_constant(leaf: Any) -> bool:
     """Whether a leaf is a flag, a string, a function or an object of settings, and so no data."""
     if isinstance(leaf, jax.Array | np.ndarray) or hasattr(leaf, "__jax_array__"):
         return False
-    return isinstance(leaf, bool | str | bytes) or callable(leaf) or _has_settings(leaf)
+    is_plain = isinstance(leaf, bool | str | bytes) or callable(leaf)
+    return is_plain or _settings_in(leaf) is not None
 
 
-def _has_settings(leaf: Any) -> bool:
-    """Whether an object has a hash of what is in it, and so no arrays: an Enum, a frozen dataclass.
+def _settings_in(leaf: Any) -> Any:
+    """What an object of settings is compared by: types and values; None if it may hold data.
 
-    Other objects are compared by identity, and may be batches that JAX does not know.
+    An Enum, a dtype, or a frozen dataclass of such, and of numbers, strings, functions and tuples.
+    What can be indexed may have rows, and what has no `==` is not what it holds, as `LazyRows`.
     """
-    if isinstance(leaf, int | float | complex | np.generic | Mapping | Sequence):
-        return False  # numbers are data; range(8) may be meant as rows
-    if isinstance(leaf, jax.ShapeDtypeStruct | jax.Ref) or any(hasattr(leaf, x) for x in _ARRAYS):
-        return False
-    try:
-        hash(leaf)
-    except TypeError:
-        return False
-    return type(leaf).__hash__ is not object.__hash__
+    if isinstance(leaf, enum.Enum | np.dtype):
+        return None if isinstance(leaf, int | float | complex) else (type(leaf), leaf)
+    params = vars(type(leaf)).get("__dataclass_params__")  # not those of a base class
+    if params is None or not (params.frozen and params.eq) or hasattr(leaf, "__getitem__"):
+        return None
+    parts = [_part_of_settings(getattr(leaf, one.name)) for one in dataclasses.fields(leaf)]
+    return None if None in parts else (type(leaf), *parts)
+
+
+def _part_of_settings(value: Any) -> Any:
+    if isinstance(value, bool | int | float | complex | np.generic):
+        return type(value), repr(value)  # -0.0 is equal to 0.0, and True to 1
+    if value is None or isinstance(value, (str, bytes, PurePath, *_FUNCTIONS)):
+        return type(value), value
+    if isinstance(value, tuple):
+        parts = [_part_of_settings(one) for one in cast("tuple[Any, ...]", value)]
+        return None if None in parts else (type(value), *parts)
+    return _settings_in(value)
 
 
 def leaves_in_lists(tree: Any) -> set[int]:
