@@ -1122,7 +1122,7 @@ def test_a_state_may_follow_chunk_after_chunk():
             model_state = 0.9 * model_state + 0.1 * rows.mean(0)
         return losses(w, x), {}, model_state
 
-    step = mt.train_step(loss, optax.sgd(0.1), devices=2, towers=2)
+    step = mt.train_step(loss, optax.sgd(0.1), devices=1, towers=2)
     step(step.init(W, model_state=jnp.zeros(3)), X)  # warnings are errors
 
 
@@ -1335,7 +1335,7 @@ def test_statistics_that_are_kept_are_meant(norm):
         hidden, kept = norm(x)
         return losses(w, hidden), {}, 0.9 * model_state + 0.1 * kept
 
-    step = mt.train_step(loss, optax.sgd(0.1), devices=2, towers=4)
+    step = mt.train_step(loss, optax.sgd(0.1), devices=1, towers=4)
     step(step.init(W, model_state=jnp.zeros_like(norm(X)[1])), X)  # warnings are errors here
 
 
@@ -1451,7 +1451,7 @@ def revived_in_a_loop(counts):
 
 
 def after_a_step(loss, dtype=jnp.float32):
-    step = mt.train_step(loss, optax.sgd(0.1), devices=2, towers=4)
+    step = mt.train_step(loss, optax.sgd(0.1), devices=1, towers=4)
     state, _ = step(step.init(W, model_state=jnp.zeros(3, dtype)), X)
     return state.model_state
 
@@ -1465,7 +1465,7 @@ def moments(w, batch, *, model_state):
 
 
 def state_after(loss, before, batch=X):
-    step = mt.train_step(loss, optax.sgd(0.1), devices=2, towers=4)
+    step = mt.train_step(loss, optax.sgd(0.1), devices=1, towers=4)
     return step(step.init(W, model_state=before), batch)[0].model_state
 
 
@@ -1614,7 +1614,7 @@ def test_a_state_that_holds_rows_is_told(loss):
     # The lie: a queue of rows that no batch has, means of different rows; a largest or a
     # percentile that is none.
     def queue(rows):
-        step = mt.train_step(functools.partial(loss, rows), optax.sgd(0.1), devices=2, towers=4)
+        step = mt.train_step(functools.partial(loss, rows), optax.sgd(0.1), devices=1, towers=4)
         return step(step.init(W, model_state=before), X)[0].model_state
 
     before = jnp.zeros(() if loss is high else (300, 3))
@@ -1634,7 +1634,7 @@ def test_a_short_queue_that_takes_the_rows_of_all_towers_is_read():
             new = jax.lax.dynamic_update_slice(model_state, mt.all_rows(batch), (0, 0))
             return losses(w, batch) + more(batch), {}, new
 
-        step = mt.train_step(loss, optax.sgd(0.1), devices=2, towers=2)
+        step = mt.train_step(loss, optax.sgd(0.1), devices=1, towers=2)
         step(step.init(W, model_state=jnp.zeros((64, 3))), np.tile(X, (4, 1)))
 
     run(lambda x: 0.0)  # warnings are errors
@@ -1663,7 +1663,7 @@ def test_a_state_that_is_no_mean_over_rows_is_told(new, said):
         kept = jax.lax.stop_gradient(found)
         return found, {}, new(model_state, kept, (batch[:, 0] > 0).astype(int))
 
-    step = mt.train_step(loss, optax.sgd(0.1), devices=2, towers=4)
+    step = mt.train_step(loss, optax.sgd(0.1), devices=1, towers=4)
     with pytest.warns(mt.MultitowerWarning, match=rf"model_state \({said} .*\): it is kept"):
         step(step.init(W, model_state=jnp.zeros(2)), X)
 
@@ -1679,7 +1679,7 @@ def shifted(w, batch, *, model_state):
 @pytest.mark.parametrize("loss", [first, shifted])
 def test_a_state_that_holds_rows_and_is_short_is_told(loss):
     # The lie: the mean of different rows; and it cannot be read with more rows than it has.
-    step = mt.train_step(loss, optax.sgd(0.1), devices=2, towers=4)
+    step = mt.train_step(loss, optax.sgd(0.1), devices=1, towers=4)
     state = step.init(W, model_state=jnp.zeros((16, 3)))
     with pytest.warns(mt.MultitowerWarning, match="it is kept .* holds rows"):
         step(state, X)
@@ -1808,7 +1808,7 @@ def power_iteration(w, batch, *, model_state):
 )
 def test_a_state_that_is_made_of_sums_and_no_mean_of_them(loss):
     """Lies: the mean of the towers' quotients or decisions; and no word on the loss beside it."""
-    step = mt.train_step(loss, optax.sgd(0.1), devices=2, towers=4)
+    step = mt.train_step(loss, optax.sgd(0.1), devices=1, towers=4)
     with pytest.warns(mt.MultitowerWarning) as told:
         step(step.init(W, model_state=jnp.ones(3)), (X, Y))
     found = [str(one.message) for one in told if one.category is mt.MultitowerWarning]
@@ -1823,7 +1823,7 @@ def clipped_variance(w, batch, *, model_state):
 
 def test_a_variance_that_is_kept_from_being_negative_is_meant():
     """A false alarm: Equinox's BatchNorm clips a variance that never is negative."""
-    step = mt.train_step(clipped_variance, optax.sgd(0.1), devices=2, towers=4)
+    step = mt.train_step(clipped_variance, optax.sgd(0.1), devices=1, towers=4)
     step(step.init(W, model_state=jnp.ones(3)), (X, Y))
 
 
@@ -1832,7 +1832,7 @@ def test_a_system_with_a_matrix_of_no_rows_is_solved_for_a_mean():
     matrix = np.eye(3, dtype=np.float32) + 0.5
     solved = lambda batch: jnp.linalg.solve(matrix, batch[0].mean(0))
     loss = lambda w, batch, *, model_state: (losses(w, batch[0]), {}, model_state + solved(batch))
-    step = mt.train_step(loss, optax.sgd(0.1), devices=2, towers=4)
+    step = mt.train_step(loss, optax.sgd(0.1), devices=1, towers=4)
     state, _ = step(step.init(W, model_state=jnp.zeros(3)), (X, Y))
     np.testing.assert_allclose(state.model_state, solved((X, Y)), rtol=1e-4)
 
@@ -1862,7 +1862,7 @@ def test_prototypes_of_all_rows_as_the_warning_says():
         total, number = jax.lax.psum((members.T @ x[:, 0], members.sum(0)), "towers")
         return losses(w, x), {}, 0.9 * model_state + 0.1 * total / (number + 1e-6)
 
-    step = mt.train_step(of_all, optax.sgd(0.1), devices=2, towers=4)
+    step = mt.train_step(of_all, optax.sgd(0.1), devices=1, towers=4)
     state, _ = step(step.init(W, model_state=jnp.ones(3)), (X, Y))
     expected = 0.9 + 0.1 * per_group(X[:, 0], Y)
     np.testing.assert_allclose(state.model_state, expected, rtol=1e-6)
@@ -2525,7 +2525,7 @@ def test_an_array_from_anywhere_beside_one_row_per_tower_is_told(where):
     }[where]
     with pytest.warns(mt.MultitowerWarning, match=r"shape \(8, 1\), with one entry per row"):
         mt.grad(loss, devices=8)(W, X)
-    step = mt.train_step(loss, optax.sgd(0.1), devices=2, towers=8)
+    step = mt.train_step(loss, optax.sgd(0.1), devices=1, towers=8)
     with pytest.warns(mt.MultitowerWarning, match=r"shape \(8, 1\), with one entry per row"):
         step(step.init(W), X)
 
@@ -2661,7 +2661,7 @@ def test_sizes_that_a_function_makes_itself(size):
         return (w * batch[:, 0] - 1) ** 2, {}, model_state + cut(batch).sum()
 
     def run(loss):
-        step = mt.train_step(loss, optax.sgd(0.1), devices=2, towers=4)
+        step = mt.train_step(loss, optax.sgd(0.1), devices=1, towers=4)
         step(step.init(1.0, model_state=jnp.float32(0)), X)
         return mt.check_parallel(loss, 1.0, X, model_state=jnp.float32(0))
 
