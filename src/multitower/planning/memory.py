@@ -294,5 +294,7 @@ def _gather_bytes(blocks: BlockLayout, spread: Spread) -> int:
     if spread.slots == 1 or not is_even:
         return arrived
     # A device's rows are put together first, where there is room among the results.
+    if not arrived:
+        return sum(sorted(own)[-2:])
     largest = max(size for leaves in buffers.values() for size, _ in leaves)
-    return arrived + (max(own) if max(own) > largest else 0) if arrived else sum(sorted(own)[-2:])
+    return arrived + (max(own) if max(own) > largest else 0)

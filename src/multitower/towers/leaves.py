@@ -16,7 +16,10 @@ from jax.core import Tracer
 from jax.sharding import Sharding
 
 # In a dataclass of settings; other callable objects may have state.
-_FUNCTIONS = (FunctionType, BuiltinFunctionType, type, np.ufunc, type(jax.jit(abs)), jax.custom_jvp)
+_FUNCTIONS = (
+    FunctionType, BuiltinFunctionType, type, np.ufunc, type(jax.jit(abs)), jax.custom_jvp,
+    jax.custom_vjp,
+)  # fmt: skip
 
 
 def is_key(leaf: Any) -> bool:
