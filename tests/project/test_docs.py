@@ -24,11 +24,15 @@ import numpy as np
 import pytest
 
 import multitower as mt
+from forks import compiling_quickly
 from places import ROOT, text_of
 
 DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(DOCS)): path for path in sorted(DOCS.rglob("*.md"))}
 PAGES |= {"../README.md": ROOT / "README.md"}
+
+# As in conftest.py: tests leave out most of XLA's optimizations.
+LEFT_OUT = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "1"
 
 # Programs of these pages take long to compile.
 SLOW = {
@@ -145,6 +149,8 @@ RUN = [
 def test_the_code_of_a_page_runs(page, monkeypatch, tmp_path, capsys):
     """Lie: code that does not run, a claim that its own assertion refutes, a made-up output."""
     monkeypatch.chdir(tmp_path)
+    if page == "guides/debugging.md" and compiling_quickly() and LEFT_OUT:
+        pytest.skip("XLA's older emitter, which tests use here, looks through the page's barrier")
     namespace = {"__name__": "__main__"}
     for block in blocks(page):
         if OURS.fullmatch(block.kind):
