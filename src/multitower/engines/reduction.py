@@ -189,17 +189,10 @@ def make_gather(
         is a global array, with the devices' own rows stacked along axis 0. The result is whole on
         every device.
     """
-    most = len(placement.slots)
-    places = {
-        tower: device * most + slot
-        for device, towers in enumerate(placement.towers_on)
-        for slot, tower in enumerate(towers)
-    }
-    order = [places[tower] for tower in range(placement.num_towers)]
 
     def on_device(blocks: list[list[jax.Array]]) -> Any:
         gathered = [lax.all_gather(jnp.stack(rows), AXIS, tiled=True) for rows in blocks]
-        return assemble([rows_at(block, order) for block in gathered])
+        return assemble([rows_at(block, placement.places) for block in gathered])
 
     return _over_devices(placement, on_device, results=PartitionSpec())
 

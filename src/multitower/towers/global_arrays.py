@@ -237,15 +237,9 @@ def gather_rows(towers: Sequence[jax.Array], placement: Placement, num_rows: int
 def _gather(
     placement: Placement, tower_rows: int, num_rows: int
 ) -> Callable[[jax.Array], jax.Array]:
-    most = len(placement.slots)
-    starts = {
-        tower: (d * most + slot) * tower_rows
-        for d, there in enumerate(placement.towers_on)
-        for slot, tower in enumerate(there)
-    }
-    order = np.concatenate([starts[t] + np.arange(tower_rows) for t in sorted(starts)])[:num_rows]
+    order = np.add.outer(np.array(placement.places) * tower_rows, np.arange(tower_rows)).reshape(-1)
     gather = jax.shard_map(
-        lambda rows: rows_at(lax.all_gather(rows, AXIS, tiled=True), order),
+        lambda rows: rows_at(lax.all_gather(rows, AXIS, tiled=True), order[:num_rows]),
         mesh=placement.mesh,
         in_specs=PartitionSpec(AXIS),
         out_specs=PartitionSpec(),

@@ -49,6 +49,18 @@ class Placement:
         )
 
     @functools.cached_property
+    def homes(self) -> dict[int, jax.Device]:
+        """The device of each tower of this process, by the tower's number."""
+        return {tower: self.devices[d] for d in self.local for tower in self.towers_on[d]}
+
+    @functools.cached_property
+    def places(self) -> tuple[int, ...]:
+        """Where each tower is if the slots of all devices lie one after the other."""
+        most = len(self.slots)
+        slots = (self.towers_on[d].index(tower) for tower, d in enumerate(self.owners))
+        return tuple(d * most + slot for d, slot in zip(self.owners, slots, strict=True))
+
+    @functools.cached_property
     def slots(self) -> tuple[tuple[int, ...], ...]:
         """For each slot, the tower that every device has there: all devices exchange slot by slot.
 

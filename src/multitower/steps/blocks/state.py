@@ -114,7 +114,7 @@ class BlockState:
         state = [whole_on_host(leaf) for leaf in jax.tree.leaves(fields.opt_state)]
         average = jax.tree.map(whole_on_host, fields.ema_params)
         blocks: dict[int, Block] = {}
-        for tower, device in self._homes().items():
+        for tower, device in self._placement.homes.items():
             leaves = [
                 self._cut(leaf, tower) if is_cut else leaf
                 for leaf, is_cut in zip(state, self._is_cut, strict=True)
@@ -137,7 +137,7 @@ class BlockState:
         on_host = jax.tree.map(whole_on_host, own)
         blocks = {
             tower: _with_changes(parts.blocks[tower], self._cut_changes(on_host, tower, device))
-            for tower, device in self._homes().items()
+            for tower, device in self._placement.homes.items()
         }
         return BlockParts(replicas, blocks)
 
@@ -191,11 +191,6 @@ class BlockState:
         return fields._replace(
             opt_state=jax.tree.unflatten(self._treedef, leaves), ema_params=average
         )
-
-    def _homes(self) -> dict[int, jax.Device]:
-        """The device of each local tower."""
-        place = self._placement
-        return {tower: place.devices[d] for d in place.local for tower in place.towers_on[d]}
 
     def _cut(self, leaf: np.ndarray[Any, Any], tower: int) -> np.ndarray[Any, Any]:
         size = -(-leaf.size // self._placement.num_towers)

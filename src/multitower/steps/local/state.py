@@ -119,8 +119,7 @@ def as_state(parts: LocalParts, placement: Placement, maker: object) -> KeptStat
 
 def _parts(fields: Fields, own_of: Callable[[int], Own], placement: Placement) -> LocalParts:
     whole = fresh_on_all_devices(fields._replace(local=None), placement)
-    homes = {t: placement.devices[d] for d in placement.local for t in placement.towers_on[d]}
-    towers = {tower: _on_device(own_of(tower), home) for tower, home in homes.items()}
+    towers = {tower: _on_device(own_of(tower), home) for tower, home in placement.homes.items()}
     return LocalParts(replicate(whole, placement), towers, int(whole_on_host(whole.step)))
 
 
