@@ -1,6 +1,5 @@
 """Runs one training step: as one program over all devices, or with the same bits on any number."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,10 +14,10 @@ from multitower.engines.same_bits import SameBits
 from multitower.steps.job import make_job, make_weights_job
 from multitower.steps.parts import Batches, StepParts
 from multitower.steps.state.bundles import (
-    Bundle,
     bundled,
     bundled_job,
     first_alone,
+    numbered,
     shown,
     with_leaves,
 )
@@ -26,7 +25,7 @@ from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.kept import KeptState
 from multitower.towers.global_arrays import as_global, replicate
-from multitower.towers.leaves import are_traced, is_key, is_traced
+from multitower.towers.leaves import is_key, is_traced
 from multitower.towers.placement import Placement
 from multitower.towers.rows import BatchParts, Split, pad_rows
 from multitower.towers.split import TowerRows, copy_to, cut, refuse_tower_rows
@@ -160,7 +159,10 @@ def take_changes(
         placed = {name: fresh_on_all_devices(leaves, placement) for name, leaves in changes.items()}
         return KeptState(with_changes(state.fields(), placed), maker)
     copies = replicate(dict(changes), placement)
-    parts = [_with_own(*pair) for pair in zip(parts, copies, strict=True)]
+    parts = [
+        with_leaves(part, numbered(part, Fields._fields, new))
+        for part, new in zip(parts, copies, strict=True)
+    ]
     return _kept(parts, placement, maker)
 
 
@@ -178,21 +180,8 @@ def _kept(copies: Sequence[Any], placement: Placement, maker: object) -> KeptSta
     )
 
 
-def _with_own(part: Any, changes: Changes) -> Any:
-    """The copy of one device with new leaves on this device."""
-    if not isinstance(part, Bundle):
-        return with_changes(part, changes)
-    sizes = [treedef.num_leaves for treedef in part.layout.treedef.children()]
-    first = dict(zip(Fields._fields, itertools.accumulate([0, *sizes]), strict=False))
-    flat = {first[name] + n: leaf for name, own in changes.items() for n, leaf in own.items()}
-    return with_leaves(part, flat)
-
-
 def as_shown(copies: Sequence[Any], placement: Placement) -> Fields:
     """The state that a user sees, from the copy of each local device."""
-    if are_traced(()):  # a user's jax.jit reads the state, which outlives its trace
-        with jax.ensure_compile_time_eval():
-            return as_shown(copies, placement)
     if placement.spans_processes:  # one of them may read its state while the others do not
         return as_global([shown(copy) for copy in copies], placement)
     return shown(as_global(copies, placement))  # one program, and not one on each device

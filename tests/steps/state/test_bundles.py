@@ -9,6 +9,7 @@ import pytest
 import multitower as mt
 from multitower.hardware.compilations import counted_compilations
 from multitower.steps import runner
+from multitower.steps.local.state import LocalParts
 from multitower.steps.state import bundles
 from multitower.steps.state.bundles import (
     SMALL,
@@ -214,6 +215,56 @@ def test_blocks_travel_in_few_arrays_and_nobody_can_tell(monkeypatch):
     monkeypatch.setattr(bundles, "FEWEST", 10**9)
     alone, _ = two_steps(*start(2, shard_update=True))
     assert not isinstance(alone.kept.parts().replicas[0].params, Bundle)
+    assert_close(alone, state)
+
+
+def steps_apart(step, state):
+    """Three steps, and two more after a user has written into the state, whose copy is returned."""
+    for rows in ROWS[:3]:
+        state, _ = step(state, rows)
+    copy = jax.tree.map(jnp.copy, state)
+    state.params["w1"] = state.params["w1"] * 2
+    state.ema_params["w2"] = state.ema_params["w2"] * 3
+    state.model_state["seen"] = state.model_state["seen"] + np.float32(1)
+    after = state
+    for rows in ROWS[:2]:
+        after, _ = step(after, rows)
+    return after, copy
+
+
+def trees_in(parts):
+    """The bundles of a state with local or asynchronous updates."""
+    if isinstance(parts, LocalParts):
+        return [*[one.params for one in parts.replicas], *parts.towers.values()]
+    versions = [copy.params for one in parts.versions for copy in one.copies]
+    return [parts.home.params, parts.home.opt_state, parts.home.ema_params, *versions]
+
+
+@pytest.mark.parametrize("options", [{"sync_every": 2}, {"updates": "asynchronous"}], ids=str)
+def test_towers_apart_travel_in_few_arrays_and_nobody_can_tell(options, monkeypatch):
+    """Lie: leaves of another tower's vector, or a neighbour's place in it for what is written."""
+    step, state = start(2, **options)
+    firsts = trees_in(state.kept.parts())
+    state, before = steps_apart(step, state)
+    for tree in [*firsts, *trees_in(state.kept.parts())]:
+        assert isinstance(tree, Bundle)
+    assert int(state.step) == 5
+    check_replicas(state)
+    one, _ = steps_apart(*start(1, **options))
+    assert mt.fingerprint(one) == mt.fingerprint(state)
+    # What comes from outside, such as a checkpoint, is packed again, with what replaces some of it.
+    names = ("params", "ema_params", "model_state")
+    written = {name: dict(getattr(before, name)) for name in names}
+    written["params"]["w1"] = written["params"]["w1"] * 2
+    written["ema_params"]["w2"] = written["ema_params"]["w2"] * 3
+    written["model_state"]["seen"] = written["model_state"]["seen"] + np.float32(1)
+    resumed = before.replace(**written)
+    for rows in ROWS[:2]:
+        resumed, _ = step(resumed, rows)
+    assert mt.fingerprint(resumed) == mt.fingerprint(state)
+    monkeypatch.setattr(bundles, "FEWEST", 10**9)
+    alone, _ = steps_apart(*start(1, **options))
+    assert not any(isinstance(tree, Bundle) for tree in trees_in(alone.kept.parts()))
     assert_close(alone, state)
 
 

@@ -6,7 +6,6 @@ can be resumed with the other.
 """
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -18,7 +17,12 @@ from multitower.steps.optimizing.optimizer import check_opt_state
 from multitower.steps.optimizing.update import begin
 from multitower.steps.parts import StepParts
 from multitower.steps.runner import as_shown
-from multitower.steps.state.bundles import bundled, laid, shown_on_host, with_leaves
+from multitower.steps.state.bundles import (
+    laid,
+    shown_on_host,
+    with_bundles,
+    with_changes_in,
+)
 from multitower.steps.state.changes import Changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.kept import KeptState
@@ -102,7 +106,7 @@ class BlockState:
             for tower in self._placement.towers_on[d]:
                 made = init(replica.params, np.int32(tower))
                 blocks[tower] = jax.device_put(made, device)
-        return BlockParts(_bundled(replicas), blocks)
+        return BlockParts(with_bundles(replicas), blocks)
 
     def parts_of(self, fields: Fields) -> BlockParts:
         """The parts of a state that is whole, such as one from a checkpoint.
@@ -125,18 +129,18 @@ class BlockState:
             )
             blocks[tower] = jax.device_put(block, device)
         whole = fields._replace(opt_state=None, ema_params=None)
-        blocks = dict(zip(blocks, _bundled([*blocks.values()]), strict=True))
-        return BlockParts(_bundled(replicate(whole, self._placement)), blocks)
+        blocks = dict(zip(blocks, with_bundles([*blocks.values()]), strict=True))
+        return BlockParts(with_bundles(replicate(whole, self._placement)), blocks)
 
     def take_changes(self, parts: BlockParts, changes: Changes) -> BlockParts:
         """The parts with what a user has written into the state."""
         whole = {name: leaves for name, leaves in changes.items() if name not in Block._fields}
         copies = replicate(whole, self._placement)
-        replicas = [_with_changes(*pair) for pair in zip(parts.replicas, copies, strict=True)]
+        replicas = [with_changes_in(*pair) for pair in zip(parts.replicas, copies, strict=True)]
         own = {name: leaves for name, leaves in changes.items() if name in Block._fields}
         on_host = jax.tree.map(whole_on_host, own)
         blocks = {
-            tower: _with_changes(parts.blocks[tower], self._cut_changes(on_host, tower, device))
+            tower: with_changes_in(parts.blocks[tower], self._cut_changes(on_host, tower, device))
             for tower, device in self._placement.homes.items()
         }
         return BlockParts(replicas, blocks)
@@ -205,18 +209,6 @@ def _joined(rows: np.ndarray[Any, Any], shape: Any) -> np.ndarray[Any, Any]:
     whole = rows.reshape(-1)[: math.prod(shape.shape)].reshape(shape.shape)
     whole.flags.writeable = False  # what a user wrote into it would be lost
     return whole
-
-
-def _bundled(copies: Sequence[Any]) -> list[Any]:
-    """Copies of `Fields` or a `Block`, with each field in a bundle if that pays."""
-    fields = [bundled(field) for field in zip(*copies, strict=True)]
-    return [type(copies[0])(*own) for own in zip(*fields, strict=True)]
-
-
-def _with_changes(tree: Any, changes: Changes) -> Any:
-    """`Fields` or a `Block` with these leaves replaced, on one device."""
-    new = {name: with_leaves(getattr(tree, name), leaves) for name, leaves in changes.items()}
-    return tree._replace(**new)
 
 
 def _is_cut(whole: Any, block: Any, num_towers: int) -> bool:

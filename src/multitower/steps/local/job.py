@@ -29,6 +29,7 @@ from multitower.steps.local.state import Own
 from multitower.steps.loss import LossOutput
 from multitower.steps.optimizing.update import update_if_good
 from multitower.steps.parts import StepParts
+from multitower.steps.state.bundles import laid_like, opened
 from multitower.steps.state.fields import Fields
 from multitower.towers.rows import Split, Tower
 
@@ -60,7 +61,10 @@ class LocalSums(NamedTuple):
 
 
 class LocalJob:
-    """One step of every tower; like a `Job`, but the state is what a tower has of its own."""
+    """One step of every tower; like a `Job`, but the state is what a tower has of its own.
+
+    Here and in `MeetingJob` an `Own`, and fields of the state, may be bundles.
+    """
 
     def __init__(self, step: StepParts, split: Split, tower_rows: int, num_towers: int) -> None:
         self._inner = replace(step, ema_decay=None)
@@ -69,7 +73,7 @@ class LocalJob:
 
     def tower(self, shared: Shared, rows: list[Any], here: Tower) -> TowerResult:
         """One update of a tower: `rows` of the result are its new `Own` and the number of steps."""
-        own: Own = shared.state
+        given, own = shared.state, opened(shared.state)
         count, rng, rest = shared.rest
         fields = Fields(count, own.params, own.opt_state, None, own.model_state, rng)
         shared = Shared(fields, rest)
@@ -87,10 +91,11 @@ class LocalJob:
         skipped = told.get("skipped", jnp.float32(0)) * has_rows.astype(jnp.float32)
         bad = (~told.get("finite_params", jnp.ones(0, bool)) & has_rows).astype(jnp.float32)
         num_rows = own.num_rows + here.num_rows
+        own = Own(new.params, new.opt_state, new.model_state, num_rows)
         return TowerResult(
             means=means,
             sums=LocalSums(counted, skipped, bad),
-            rows=(Own(new.params, new.opt_state, new.model_state, num_rows), count + 1),
+            rows=(laid_like(given, own), count + 1),
         )
 
     def apart(self, params: Any) -> Met:
@@ -159,6 +164,7 @@ class MeetingJob:
 
     def moved(self, own: Own, params: Any, number: jax.Array) -> TowerSums:
         """What tower `number` brings."""
+        own, params = opened(own), opened(params)
         weight = own.num_rows.astype(float)
         here = Tower(number, own.num_rows, own.num_rows)
         deltas = jax.tree.map(
@@ -176,6 +182,7 @@ class MeetingJob:
         Returns:
             The state after it, the mean of the inner optimizers' states, and the report.
         """
+        given, fields = fields, opened(fields)
         sums: Moved = jax.tree.map(with_one_nan, unpack(totals))
         share = 1 / sums.num_rows
         mean = lambda total: _times(total, share)
@@ -189,12 +196,15 @@ class MeetingJob:
         good = told.get("skipped", jnp.float32(0)) == 0
         met = Met(good, told.get("finite_params", jnp.ones(0, bool)))
         averaged = {n: mean(total) for n, total in sums.opt_state.averaged.items()}
-        return new._replace(step=fields.step), Changed(averaged, sums.opt_state.first), met
+        new = laid_like(given, new._replace(step=fields.step))
+        return new, Changed(averaged, sums.opt_state.first), met
 
     def go_on(self, own: Own, params: Any, model_state: Any, averaged: Changed) -> Own:
         """What a tower has after a meeting, as copies of its own."""
+        given, own = own, opened(own)
         opt_state = _joined(own.opt_state, averaged, lambda mean: mean)
-        return Own(params, opt_state, model_state, jnp.zeros_like(own.num_rows))
+        num_rows = jnp.zeros_like(own.num_rows)
+        return laid_like(given, Own(opened(params), opt_state, opened(model_state), num_rows))
 
 
 def _own_changes(given: Sequence[Any], new: Sequence[Any], *_: Any) -> Changed:

@@ -24,6 +24,7 @@ from multitower.steps.local.options import refuse_meeting_in_local
 from multitower.steps.local.state import LocalParts, Own, as_state
 from multitower.steps.parts import Batches, StepParts
 from multitower.steps.runner import Metrics
+from multitower.steps.state.bundles import opened
 from multitower.steps.state.kept import KeptState
 from multitower.towers.global_arrays import replicate
 from multitower.towers.placement import Placement, contiguous
@@ -166,7 +167,8 @@ class LocalRunner:
         arguments = (own, given, pieces, here)
         towers = compile_for_each(tower, arguments, self.devices, donate=(0,))
         sums: TowerSums = towers[0].out_info[0]
-        apart = jax.device_put(self._job.apart(own.params), self.devices[0])
+        params = jax.eval_shape(opened, own).params
+        apart = jax.device_put(self._job.apart(params), self.devices[0])
         finished = (apart, sums.packed, scale_shape())
         (finish,) = compile_for_each(finish_function(job), finished, self.devices[:1])
         return LocalPrograms(towers, self.totals.compile(sums), finish, apart)

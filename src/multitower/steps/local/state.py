@@ -11,8 +11,16 @@ import jax
 
 from multitower.errors import StateError
 from multitower.processes.together import whole_on_host
-from multitower.steps.runner import fresh_on_all_devices, own_copy
-from multitower.steps.state.changes import Changes, with_changes
+from multitower.steps.runner import as_shown, fresh_on_all_devices, own_copy
+from multitower.steps.state.bundles import (
+    bundled,
+    numbered,
+    shown_on_host,
+    with_bundles,
+    with_changes_in,
+    with_leaves,
+)
+from multitower.steps.state.changes import Changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.kept import KeptState
 from multitower.towers.global_arrays import as_global, replicate, stack_on_host
@@ -41,13 +49,14 @@ class LocalParts(NamedTuple):
     """A state with local updates, in parts.
 
     Attributes:
-        replicas: what is the same for all towers, once per local device; `local` is None.
-        towers: what each local tower has of its own, by its number, on its device.
+        replicas: what is the same for all towers, once per local device; `local` is None, and
+            other fields may be bundles.
+        towers: the `Own` of each local tower, by its number, on its device; it may be a bundle.
         step: the number of steps made, on the host, which decides when to meet.
     """
 
     replicas: list[Fields]
-    towers: dict[int, Own]
+    towers: dict[int, Any]
     step: int
 
 
@@ -90,15 +99,15 @@ def take_changes(parts: LocalParts, changes: Changes, placement: Placement) -> L
     """
     whole = {name: leaves for name, leaves in changes.items() if name != "local"}
     copies = replicate(whole, placement)
-    replicas = [with_changes(*pair) for pair in zip(parts.replicas, copies, strict=True)]
+    replicas = [with_changes_in(*pair) for pair in zip(parts.replicas, copies, strict=True)]
     on_host = jax.tree.map(on_the_host, dict(changes))
 
-    def changed(own: Own, tower: int) -> Own:
-        own_changes = {name: on_host.get(name, {}) for name in ("params", "model_state")}
-        for name, by_number in own_changes.items():
-            new = _with_leaves(getattr(own, name), by_number)
-            own = own._replace(**{name: new})
-        return _with_leaves(own, _of_tower(on_host.get("local", {}), tower))
+    in_all = {name: on_host.get(name, {}) for name in ("params", "model_state")}
+
+    def changed(own: Any, tower: int) -> Any:
+        new = numbered(own, Own._fields, in_all)
+        new |= _of_tower(on_host.get("local", {}), tower)
+        return with_leaves(own, _on_device(new, placement.homes[tower]))
 
     return LocalParts(replicas, {t: changed(own, t) for t, own in parts.towers.items()}, parts.step)
 
@@ -107,20 +116,24 @@ def as_state(parts: LocalParts, placement: Placement, maker: object) -> KeptStat
     """The training state that a user gets for these parts."""
 
     def join_shared(parts: LocalParts) -> Fields:
-        return as_global(parts.replicas, placement)
+        return as_shown(parts.replicas, placement)
 
     def join(parts: LocalParts) -> Fields:
         towers = [parts.towers[tower] for tower in sorted(parts.towers)]
         local = jax.tree.map(lambda *own: stack_on_host(own, placement), *towers)
-        return join_shared(parts)._replace(local=local)
+        return join_shared(parts)._replace(local=shown_on_host(local))
 
-    return KeptState.of_parts(parts, join, maker, join_shared=join_shared, apart=("local",))
+    count = lambda parts: as_global([fields.step for fields in parts.replicas], placement)
+    given: dict[str, Any] = {"join_shared": join_shared, "join_step": count}
+    return KeptState.of_parts(parts, join, maker, **given, apart=("local",))
 
 
 def _parts(fields: Fields, own_of: Callable[[int], Own], placement: Placement) -> LocalParts:
     whole = fresh_on_all_devices(fields._replace(local=None), placement)
     towers = {tower: _on_device(own_of(tower), home) for tower, home in placement.homes.items()}
-    return LocalParts(replicate(whole, placement), towers, int(whole_on_host(whole.step)))
+    towers = dict(zip(towers, bundled([*towers.values()]), strict=True))
+    replicas = with_bundles(replicate(whole, placement))
+    return LocalParts(replicas, towers, int(whole_on_host(whole.step)))
 
 
 def on_the_host(leaf: Any) -> Any:
@@ -141,12 +154,3 @@ def _on_device(tree: Any, device: jax.Device) -> Any:
 def _of_tower(tree: Any, tower: int) -> Any:
     """One tower's leaves, from leaves with a first axis for towers."""
     return jax.tree.map(lambda leaf: leaf[tower], tree)
-
-
-def _with_leaves(tree: Any, by_number: dict[int, Any]) -> Any:
-    """A tower's tree with some leaves replaced, by number, on its device."""
-    leaves, treedef = jax.tree.flatten(tree)
-    for number, leaf in by_number.items():
-        (home,) = leaves[number].devices()
-        leaves[number] = _on_device(leaf, home)
-    return jax.tree.unflatten(treedef, leaves)

@@ -26,6 +26,7 @@ from multitower.steps.rotation.state import RotationParts
 from multitower.steps.rotation.sums import GroupSums
 from multitower.steps.rotation.turns import Turns
 from multitower.steps.runner import Metrics, TowerFeeder
+from multitower.steps.state.bundles import bundled_job
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.kept import KeptState
 from multitower.towers.rows import BatchParts, Split
@@ -39,7 +40,7 @@ class RotationRunner:
         self, step: StepParts, batches: Batches, turns: Turns, options: RotationOptions
     ) -> None:
         given = (step, batches.split, batches.tower_rows)
-        self._sums = GroupSums(make_job(*given, turns.num_towers), turns.groups)
+        self._sums = GroupSums(bundled_job(make_job(*given, turns.num_towers)), turns.groups)
         self._finish = make_finish(*given, turns.num_towers, options)
         self._numbers = WholeNumbers()
         self._finishes: dict[Any, Compiled] = {}
@@ -97,7 +98,7 @@ def make_finish(
         optimizer = for_stale_gradients(step.optimizer, options, staleness)
         job = make_job(replace(step, optimizer=optimizer), split, tower_rows, num_towers)
         fields = kept._replace(opt_state=used[0], ema_params=used[1])
-        new, metrics = finish_function(job)(fields, totals, scale)
+        new, metrics = finish_function(bundled_job(job))(fields, totals, scale)
         return new, {**metrics, "staleness": staleness}
 
     return finish

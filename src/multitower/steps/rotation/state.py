@@ -13,6 +13,7 @@ from multitower.errors import StateError
 from multitower.models.state import enter
 from multitower.steps.rotation.turns import Turns
 from multitower.steps.runner import own_copy
+from multitower.steps.state.bundles import shown, shown_on_host, with_bundles
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.kept import KeptState
 from multitower.towers.global_arrays import replicate, stack_on_host
@@ -25,7 +26,8 @@ class Version(NamedTuple):
 
     Attributes:
         made: the number of updates that made them, kept on the host to avoid a host-device sync.
-        copies: parameters, model state and the run's key, once for each device of the group.
+        copies: parameters, model state and the run's key, once for each device of the group;
+            parameters and model state may be bundles.
     """
 
     made: int
@@ -37,7 +39,7 @@ class RotationParts(NamedTuple):
 
     Attributes:
         num_updates: updates made so far, on the host, which must know whose turn it is.
-        home: the state without the versions, on the home device.
+        home: the state without the versions, on the home device; its fields may be bundles.
         versions: the version of each group.
     """
 
@@ -48,17 +50,23 @@ class RotationParts(NamedTuple):
     def state(self, maker: object) -> KeptState:
         """The training state that a user gets for these parts."""
         return KeptState.of_parts(
-            self, RotationParts.fields, maker, join_shared=lambda own: own.home, apart=("local",)
+            self,
+            RotationParts.fields,
+            maker,
+            join_shared=lambda parts: shown(parts.home),
+            join_step=lambda parts: parts.home.step,
+            apart=("local",),
         )
 
     def fields(self) -> Fields:
         """The whole state, with the versions on the host: a device may lack the memory for them."""
         each = [(one.copies[0].params, one.copies[0].model_state) for one in self.versions]
-        params, model_state = jax.tree.map(lambda *leaves: stack_on_host(leaves), *each)
+        stacked = jax.tree.map(lambda *leaves: stack_on_host(leaves), *each)
+        params, model_state = map(shown_on_host, stacked)
         made = np.array([one.made for one in self.versions], np.int32)
         made.flags.writeable = False  # what a user wrote into it would be lost
         local = {"params": params, "model_state": model_state, "step": made}
-        return self.home._replace(local=local)
+        return shown(self.home)._replace(local=local)
 
     def after(self, group: int, new: Fields, turns: Turns) -> "RotationParts":
         """The parts after an update of a group, which goes on with the new parameters."""
@@ -97,7 +105,8 @@ def parts_of(fields: Fields, turns: Turns) -> RotationParts:
             given = (fields.local["params"], fields.local["model_state"])
             pair = jax.tree.map(lambda leaf, n=number: own_copy(leaf[n]), given)
         copies = [_seen(*one) for one in replicate((pair, own.rng), place)]
-        versions.append(Version(made, copies))
+        versions.append(Version(made, with_bundles(copies)))
+    (own,) = with_bundles([own])
     return RotationParts(count, own, versions)
 
 

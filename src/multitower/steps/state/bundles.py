@@ -17,7 +17,9 @@ import numpy as np
 
 from multitower.engines.job import Job, Shared, TowerResult
 from multitower.engines.packing import slices
+from multitower.steps.state.changes import Changes
 from multitower.steps.state.fields import Fields
+from multitower.towers.leaves import are_traced
 from multitower.towers.rows import Tower
 
 SMALL = 1024  # elements; copying a larger leaf costs a CPU more time than packing it saves
@@ -90,6 +92,15 @@ def bundled(copies: Sequence[Any]) -> list[Any]:
     return [_laid(copy, layout, _joined) for copy in copies] if layout.together else [*copies]
 
 
+def with_bundles(copies: Sequence[Any]) -> list[Any]:
+    """Copies of one named tuple such as `Fields`, with each of its fields in a bundle if it pays.
+
+    Where a step reads or replaces one field, the others stay packed.
+    """
+    fields = [bundled(field) for field in zip(*copies, strict=True)]
+    return [type(copies[0])(*own) for own in zip(*fields, strict=True)]
+
+
 def laid(tree: Any) -> Any:
     """`bundled` inside a program, for one tree."""
     layout = BundleLayout.of(tree)
@@ -113,6 +124,9 @@ def opened(tree: Any) -> Any:
 
 def shown(tree: Any) -> Any:
     """`opened` outside of a program: small leaves are copies, others the bundle's own arrays."""
+    if are_traced(()):  # a user's jax.jit reads the state, which outlives its trace
+        with jax.ensure_compile_time_eval():
+            return shown(tree)
     return _unbundled(tree, _cut_out)
 
 
@@ -149,6 +163,26 @@ def with_leaves(bundle: Any, new: Mapping[int, Any]) -> Any:
             start += math.prod(layout.shapes[number])
     alone |= {number: leaf for number, leaf in new.items() if number in alone}
     return Bundle(vectors, [*alone.values()], layout)
+
+
+def with_changes_in(tree: Any, changes: Changes) -> Any:
+    """A named tuple of `with_bundles` with these leaves replaced, by field and number."""
+    new = {name: with_leaves(getattr(tree, name), leaves) for name, leaves in changes.items()}
+    return tree._replace(**new)
+
+
+def numbered(tree: Any, names: Sequence[str], changes: Changes) -> dict[int, Any]:
+    """Changes of fields as `with_leaves` takes them for a whole named tuple, in a bundle or not.
+
+    Args:
+        tree: the named tuple, or its bundle.
+        names: the names of its fields.
+        changes: new leaves by field and number.
+    """
+    treedef = tree.layout.treedef if isinstance(tree, Bundle) else jax.tree.structure(tree)
+    sizes = [child.num_leaves for child in treedef.children()]
+    first = dict(zip(names, itertools.accumulate([0, *sizes]), strict=False))
+    return {first[name] + n: leaf for name, own in changes.items() for n, leaf in own.items()}
 
 
 def _laid(tree: Any, layout: BundleLayout, join: Callable[[Any], _Vectors]) -> Bundle:
