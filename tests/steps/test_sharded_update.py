@@ -191,6 +191,27 @@ def test_state_that_is_no_block_of_a_parameters_state_is_named():
         first(make(optimizer=optimizer, shard_update=True))
 
 
+def test_an_optimizer_may_keep_a_typed_key():
+    """Lies: a state that cannot be read, a key of one tower that another tower overwrites."""
+
+    def update(updates, key, params=None):
+        drawn = jax.random.uniform(key)
+        return jax.tree.map(lambda leaf: leaf * drawn, updates), jax.random.split(key)[0]
+
+    scaled = optax.GradientTransformation(lambda params: jax.random.key(5), update)
+    optimizer = optax.chain(scaled, optax.trace(0.9), optax.scale(-0.1))
+    step = make(optimizer=optimizer, shard_update=True)
+    state, _ = train(step, first(step), ROWS[:2])
+    assert state.opt_state[0].shape == ()
+    resumed, _ = step(jax.tree.map(jnp.copy, state), ROWS[2])
+    state, _ = step(state, ROWS[2])
+    assert mt.fingerprint(resumed) == mt.fingerprint(state)
+    key = jax.random.split(jax.random.split(jax.random.split(jax.random.key(5))[0])[0])[0]
+    np.testing.assert_array_equal(*map(jax.random.key_data, (state.opt_state[0], key)))
+    whole, _ = train(step := make(1, optimizer), first(step))
+    np.testing.assert_allclose(state.params["in"], whole.params["in"], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.slow
 def test_the_state_of_another_optimizer_is_refused():
     # The lie: leaves are taken in their order, so the mean gradient of "a" becomes that of "b".

@@ -194,6 +194,13 @@ def fresh_on_all_devices(fields: Any, placement: Placement) -> Any:
     return jax.tree.unflatten(treedef, copy_to(fresh, [placement.shared] * len(fresh)))
 
 
+def fresh_on_device(tree: Any, device: jax.Device) -> Any:
+    """New copies of a tree of `host_leaf`, on one device: a step overwrites them."""
+    leaves, treedef = jax.tree.flatten(tree)
+    fresh = [own_copy(leaf) if is_key(leaf) else leaf for leaf in leaves]
+    return jax.tree.unflatten(treedef, copy_to(fresh, [device] * len(fresh)))
+
+
 def own_copy(leaf: Any) -> jax.Array:
     """A new copy of a leaf, which a step may overwrite."""
     if is_key(leaf):

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec, SingleDeviceSharding
 
 from multitower.processes.together import spread, whole_on_host
-from multitower.towers.leaves import is_key
+from multitower.towers.leaves import device_dtype, is_key
 from multitower.towers.placement import AXIS, Placement
 from multitower.towers.split import copy_to
 
@@ -204,6 +204,14 @@ def stack_on_host(leaves: Sequence[jax.Array], placement: Placement | None = Non
         whole = np.stack([np.asarray(leaf) for leaf in leaves])  # host-device sync
     whole.flags.writeable = False  # what a user wrote into it would be lost
     return whole
+
+
+def host_leaf(leaf: Any) -> Any:
+    """A leaf on the host, with the dtype that it has on a device; a typed key stays a JAX array."""
+    if is_key(leaf):
+        return leaf
+    leaf = whole_on_host(leaf)
+    return leaf.astype(device_dtype(leaf), copy=False)
 
 
 def rows_at(array: jax.Array, numbers: Any) -> jax.Array:

@@ -12,11 +12,11 @@ import jax
 import numpy as np
 
 from multitower.errors import ArgumentError
-from multitower.processes.together import spread, whole_on_host
+from multitower.processes.together import spread
 from multitower.steps.optimizing.optimizer import check_opt_state
 from multitower.steps.optimizing.update import begin
 from multitower.steps.parts import StepParts
-from multitower.steps.runner import as_shown
+from multitower.steps.runner import as_shown, fresh_on_device
 from multitower.steps.state.bundles import (
     laid,
     shown_on_host,
@@ -27,7 +27,8 @@ from multitower.steps.state.changes import Changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.kept import KeptState
 from multitower.towers.blocks import BlockLayout
-from multitower.towers.global_arrays import as_global, replicate, stack_on_host
+from multitower.towers.global_arrays import as_global, host_leaf, replicate, stack_on_host
+from multitower.towers.leaves import is_key
 from multitower.towers.placement import Placement
 
 if TYPE_CHECKING:
@@ -115,8 +116,8 @@ class BlockState:
             StateError: the optimizer's state is of another optimizer or of other parameters.
         """
         check_opt_state(self._optimizer, fields.params, fields.opt_state)
-        state = [whole_on_host(leaf) for leaf in jax.tree.leaves(fields.opt_state)]
-        average = jax.tree.map(whole_on_host, fields.ema_params)
+        state = [host_leaf(leaf) for leaf in jax.tree.leaves(fields.opt_state)]
+        average = jax.tree.map(host_leaf, fields.ema_params)
         blocks: dict[int, Block] = {}
         for tower, device in self._placement.homes.items():
             leaves = [
@@ -127,7 +128,7 @@ class BlockState:
                 jax.tree.unflatten(self._treedef, leaves),
                 jax.tree.map(lambda leaf, tower=tower: self._cut(leaf, tower), average),
             )
-            blocks[tower] = jax.device_put(block, device)
+            blocks[tower] = fresh_on_device(block, device)
         whole = fields._replace(opt_state=None, ema_params=None)
         blocks = dict(zip(blocks, with_bundles([*blocks.values()]), strict=True))
         return BlockParts(with_bundles(replicate(whole, self._placement)), blocks)
@@ -138,7 +139,7 @@ class BlockState:
         copies = replicate(whole, self._placement)
         replicas = [with_changes_in(*pair) for pair in zip(parts.replicas, copies, strict=True)]
         own = {name: leaves for name, leaves in changes.items() if name in Block._fields}
-        on_host = jax.tree.map(whole_on_host, own)
+        on_host = jax.tree.map(host_leaf, own)
         blocks = {
             tower: with_changes_in(parts.blocks[tower], self._cut_changes(on_host, tower, device))
             for tower, device in self._placement.homes.items()
@@ -150,7 +151,7 @@ class BlockState:
 
         def own(name: str, number: int, leaf: Any) -> Any:
             is_cut = name != "opt_state" or self._is_cut[number]
-            return jax.device_put(self._cut(leaf, tower) if is_cut else leaf, device)
+            return fresh_on_device(self._cut(leaf, tower) if is_cut else leaf, device)
 
         return {
             name: {number: own(name, number, leaf) for number, leaf in leaves.items()}
@@ -204,8 +205,10 @@ class BlockState:
         return block
 
 
-def _joined(rows: np.ndarray[Any, Any], shape: Any) -> np.ndarray[Any, Any]:
-    """A leaf of that shape, from the blocks of all towers, or a whole one."""
+def _joined(rows: Any, shape: Any) -> Any:
+    """A leaf of that shape, from the blocks of all towers, or a whole one; a key as it is."""
+    if is_key(rows):
+        return rows
     whole = rows.reshape(-1)[: math.prod(shape.shape)].reshape(shape.shape)
     whole.flags.writeable = False  # what a user wrote into it would be lost
     return whole

@@ -11,7 +11,7 @@ import jax
 
 from multitower.errors import StateError
 from multitower.processes.together import whole_on_host
-from multitower.steps.runner import as_shown, fresh_on_all_devices, own_copy
+from multitower.steps.runner import as_shown, fresh_on_all_devices, fresh_on_device
 from multitower.steps.state.bundles import (
     bundled,
     numbered,
@@ -23,10 +23,8 @@ from multitower.steps.state.bundles import (
 from multitower.steps.state.changes import Changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.kept import KeptState
-from multitower.towers.global_arrays import as_global, replicate, stack_on_host
-from multitower.towers.leaves import device_dtype, is_key
+from multitower.towers.global_arrays import as_global, host_leaf, replicate, stack_on_host
 from multitower.towers.placement import Placement
-from multitower.towers.split import copy_to
 
 
 class Own(NamedTuple):
@@ -62,7 +60,7 @@ class LocalParts(NamedTuple):
 
 def all_alike(fields: Fields, own: Own, placement: Placement) -> LocalParts:
     """The parts of a state in which every tower has `own`; the arguments are not overwritten."""
-    on_host = jax.tree.map(on_the_host, own)
+    on_host = jax.tree.map(host_leaf, own)
     return _parts(fields, lambda tower: on_host, placement)
 
 
@@ -73,7 +71,7 @@ def parts_of(fields: Fields, placement: Placement) -> LocalParts:
         StateError: it was made with another number of towers.
     """
     refuse_other_towers(fields, placement)
-    on_host = jax.tree.map(on_the_host, fields.local)
+    on_host = jax.tree.map(host_leaf, fields.local)
     return _parts(fields, lambda tower: _of_tower(on_host, tower), placement)
 
 
@@ -100,14 +98,14 @@ def take_changes(parts: LocalParts, changes: Changes, placement: Placement) -> L
     whole = {name: leaves for name, leaves in changes.items() if name != "local"}
     copies = replicate(whole, placement)
     replicas = [with_changes_in(*pair) for pair in zip(parts.replicas, copies, strict=True)]
-    on_host = jax.tree.map(on_the_host, dict(changes))
+    on_host = jax.tree.map(host_leaf, dict(changes))
 
     in_all = {name: on_host.get(name, {}) for name in ("params", "model_state")}
 
     def changed(own: Any, tower: int) -> Any:
         new = numbered(own, Own._fields, in_all)
         new |= _of_tower(on_host.get("local", {}), tower)
-        return with_leaves(own, _on_device(new, placement.homes[tower]))
+        return with_leaves(own, fresh_on_device(new, placement.homes[tower]))
 
     return LocalParts(replicas, {t: changed(own, t) for t, own in parts.towers.items()}, parts.step)
 
@@ -130,25 +128,11 @@ def as_state(parts: LocalParts, placement: Placement, maker: object) -> KeptStat
 
 def _parts(fields: Fields, own_of: Callable[[int], Own], placement: Placement) -> LocalParts:
     whole = fresh_on_all_devices(fields._replace(local=None), placement)
-    towers = {tower: _on_device(own_of(tower), home) for tower, home in placement.homes.items()}
+    homes = placement.homes
+    towers = {tower: fresh_on_device(own_of(tower), home) for tower, home in homes.items()}
     towers = dict(zip(towers, bundled([*towers.values()]), strict=True))
     replicas = with_bundles(replicate(whole, placement))
     return LocalParts(replicas, towers, int(whole_on_host(whole.step)))
-
-
-def on_the_host(leaf: Any) -> Any:
-    """A leaf on the host, with the dtype that it has on a device; a typed key stays a JAX array."""
-    if is_key(leaf):
-        return leaf
-    leaf = whole_on_host(leaf)
-    return leaf.astype(device_dtype(leaf), copy=False)
-
-
-def _on_device(tree: Any, device: jax.Device) -> Any:
-    """New copies on a device: a step overwrites them."""
-    leaves, treedef = jax.tree.flatten(tree)
-    fresh = [own_copy(leaf) if is_key(leaf) else leaf for leaf in leaves]
-    return jax.tree.unflatten(treedef, copy_to(fresh, [device] * len(fresh)))
 
 
 def _of_tower(tree: Any, tower: int) -> Any:

@@ -17,7 +17,6 @@ from multitower.steps.local.state import (
     Own,
     all_alike,
     as_state,
-    on_the_host,
     parts_of,
     refuse_other_towers,
     take_changes,
@@ -29,6 +28,7 @@ from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.kept import KeptState
 from multitower.steps.way import Runner, Way
+from multitower.towers.global_arrays import host_leaf
 from multitower.towers.leaves import is_key
 from multitower.towers.placement import Placement
 from multitower.towers.split import copy_to
@@ -134,7 +134,7 @@ class InLocalLoops(InLocal):
         leaves, treedef = jax.tree.flatten(fields.local)
         is_there = [isinstance(leaf, jax.Array) for leaf in leaves]
         pairs = zip(leaves, is_there, strict=True)
-        own = [own_copy(leaf) if there else on_the_host(leaf) for leaf, there in pairs]
+        own = [own_copy(leaf) if there else host_leaf(leaf) for leaf, there in pairs]
         placed = copy_to(own, [self.placement.split] * len(own))
         whole = whole._replace(local=jax.tree.unflatten(treedef, placed))
         return LoopParts(whole, int(whole_on_host(whole.step))).state(maker)  # host-device sync
@@ -142,6 +142,6 @@ class InLocalLoops(InLocal):
     def _begin_with(self, fields: Fields, own: Own, maker: object) -> KeptState:
         def for_each(leaf: Any) -> Any:
             stack = jnp.stack if is_key(leaf) else np.stack
-            return stack([on_the_host(leaf)] * self.placement.num_towers)
+            return stack([host_leaf(leaf)] * self.placement.num_towers)
 
         return self._go_on(fields._replace(local=jax.tree.map(for_each, own)), maker)
