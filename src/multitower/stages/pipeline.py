@@ -215,8 +215,10 @@ class _BothWays(Walk):
             self._put(self.sent_back[meeting.after], own, tower, add)
 
     def _whole(self, number: int, s: int) -> jax.Array:
-        """Copied there once in a step."""
+        """Copied there once in a step, if it is elsewhere."""
         device = self._devices[s]
         if (number, device) not in self._copies:
-            self._copies[number, device] = jax.device_put(self._given[number], device)
+            given = self._given[number]
+            is_there = isinstance(given, jax.Array) and given.devices() == {device}
+            self._copies[number, device] = given if is_there else jax.device_put(given, device)
         return self._copies[number, device]
