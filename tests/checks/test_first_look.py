@@ -584,6 +584,8 @@ LOG_NORMAL = 0.5 * np.log(2 * np.pi)
         (lambda w, x: (losses(w, x).sum() - -len(x) * (jnp.log(w[0]) + 1)) / len(x), "mean"),
         (lambda w, x: losses(w, x).sum() + 0.5 * len(x) * jnp.log(penalty(w)), "sum"),
         (lambda w, x: losses(w, x).sum() + len(x) * LOG_NORMAL, "sum"),
+        (lambda w, x: losses(w, x).sum() + penalty(w) * len(x) / 60_000, "sum"),
+        (lambda w, x: losses(w, x).sum() + penalty(w) * len(x) / 60_000 * w[0], "sum"),
         (lambda w, x: losses(w, x).sum() + len(x) / 60_000 * penalty(w), "sum"),
         (lambda w, x: losses(w, x).sum() + penalty(w) / (60_000 / len(x)), "sum"),
         (lambda w, x: losses(w, x).sum() + 0.37 * len(x) * penalty(w), "sum"),
@@ -2399,7 +2401,20 @@ def with_features_that_are_off(w, x):  # an option that leaves an array with no 
     return losses(w, x) + (none**2).sum() + largest + jnp.einsum("ni,nj->ij", none, x).sum()
 
 
+def norm_squared(w, x):
+    error = x @ w - 1
+    norm = jnp.linalg.norm(error)
+    return norm**2 / len(x) + norm * norm / x.size + jnp.sqrt(jnp.mean(error**2)) ** 2.0
+
+
+def weighted_by_arrays_of_numpy(w, x):
+    share = np.full(len(x), 1 / len(x), np.float32)
+    return losses(w, x) @ share + (losses(w, x) * share).sum()
+
+
 RIGHT = [
+    norm_squared,
+    weighted_by_arrays_of_numpy,
     with_features_that_are_off,
     by_the_mean_of_weights,
     by_their_clipped_mean,
@@ -2458,6 +2473,29 @@ def test_a_sum_that_is_divided_by_no_mean_of_sums_is_blamed(number):
 
     with pytest.warns(mt.MultitowerWarning, match="it is a sum over rows"):
         look_at(mt.grad(loss, devices=4), X)
+
+
+@pytest.mark.parametrize(
+    ("loss", "reduction", "said"),
+    [
+        (lambda norm, n: norm**2, "mean", "reduce_sum .*it is a sum over rows"),
+        (lambda norm, n: norm**2 / n + norm / n, "mean", "sqrt .*rows are brought together"),
+        (lambda norm, n: norm**3 / n, "mean", "sqrt .*rows are brought together"),
+        (lambda norm, n: (norm + 1) ** 2, "sum", "sqrt .*rows are brought together"),
+    ],
+)
+def test_what_is_no_square_of_a_norm_is_told(loss, reduction, said):
+    """Lie: any power of a norm, or of what was made of it, is a sum over rows."""
+    of_norm = lambda w, x: loss(jnp.linalg.norm(x @ w - 1), len(x))
+    with pytest.warns(mt.MultitowerWarning, match=said):
+        look_at(mt.grad(of_norm, devices=2, reduction=reduction), X)
+
+
+@pytest.mark.parametrize("weights", [np.ones, lambda n: np.arange(n) / n])
+def test_weights_of_numpy_that_make_no_mean_are_told(weights):
+    loss = lambda w, x: losses(w, x) @ weights(len(x)).astype(np.float32)
+    with pytest.warns(mt.MultitowerWarning, match="it is a sum over rows"):
+        look_at(mt.grad(loss, devices=2), X)
 
 
 @pytest.mark.slow

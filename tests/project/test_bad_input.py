@@ -46,6 +46,13 @@ class Tensor:
         return X
 
 
+class Unusual(nnx.Module):
+    """A model whose weights are Variables of another kind."""
+
+    def __init__(self):
+        self.w = nnx.Variable(jnp.ones(3))
+
+
 class ForDLPack:
     """As some libraries have on GPUs: no array of NumPy, and JAX says "not a valid JAX type"."""
 
@@ -653,6 +660,41 @@ WRONG = {
         lambda: mt.grad(lambda state, x: state.apply_fn(state.params["w"], x))(LINEN_STATE, X),
         mt.ArgumentError,
         r"state is a TrainState.*Pass state\.params to differentiate",
+    ),
+    "a training state for its parameters": (
+        lambda: mt.grad(lambda w, x: x @ w.params)(MADE.init(W), X),
+        mt.ArgumentError,
+        r"w is a TrainState.*Pass w\.params to differentiate",
+    ),
+    "a module whose variables are no parameters": (
+        lambda: MADE.init(Unusual()),
+        mt.ArgumentError,
+        r"the Unusual has no parameters.*are its nnx\.Param, or nnx\.Variable of a class that is",
+    ),
+    "a list of rows as data": (
+        lambda: next(mt.make_batches([{"x": X, "y": 1}] * 9, global_batch=4, seed=0)),
+        mt.ArgumentError,
+        r"data is a list of 9 rows\..*jax\.tree\.map\(lambda \*rows: numpy\.stack\(rows\)",
+    ),
+    "a list of rows as a batch": (
+        lambda: step(lambda w, batch: batch, W, [(W, np.float32(1))] * 10),
+        mt.ArgumentError,
+        r"batch is a list of 10 rows\.",
+    ),
+    "a list of rows that the loss puts together": (
+        lambda: grads(lambda w, x: jnp.stack(x).sum(1) * w.sum(), W, [np.ones(16)] * 24),
+        mt.OutputError,
+        r"the loss has shape \(24,\).*a list of 24 rows.*np\.stack\(rows\), \*batch",
+    ),
+    "batch_size of a loader": (
+        lambda: mt.make_batches({"x": X}, batch_size=4, seed=0),
+        mt.ArgumentError,
+        "make_batches has no argument 'batch_size'.*are global_batch=",
+    ),
+    "batches of no size": (
+        lambda: mt.make_batches({"x": X}, seed=0),
+        mt.ArgumentError,
+        "make_batches needs global_batch=.*such as global_batch=64",
     ),
     "a model of Keras": (
         lambda: MADE.init(Keras()),

@@ -339,6 +339,24 @@ def test_a_name_that_is_missing_has_nothing_to_do_with_rows():
     assert not any("multitower" in note for note in getattr(told.value, "__notes__", ()))
 
 
+@pytest.mark.parametrize(
+    ("loss", "given", "said"),
+    [
+        (lambda w, batch: w, (X, X), "takes 2 positional arguments but 3 were given"),
+        (lambda w, batch, step: w, (X,), "missing 1 required positional argument: 'step'"),
+        (lambda w, batch: w * batch["x"], ((X, X),), "tuple indices must be integers"),
+        (lambda w, batch: w["scale"] * batch, (X,), "does not support string indexing"),
+    ],
+)
+def test_an_error_of_python_says_what_was_passed(loss, given, said):
+    """Lie: a long note on rows, where the function takes other arguments."""
+    with pytest.raises(TypeError, match=said) as told:
+        mt.value_and_grad(loss, devices=2)(1.0, *given)
+    (note,) = (note for note in told.value.__notes__ if "multitower" in note)
+    assert "to a loss first the parameters, then one batch" in note
+    assert "rows of one tower" not in note
+
+
 @EACH
 def test_a_forgotten_array_is_told(towers):
     """Lie: JAX's words about shapes, where in_axes names one of two arrays with rows."""

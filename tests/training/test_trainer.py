@@ -681,6 +681,14 @@ def test_the_best_state_of_an_earlier_run_is_not_taken_for_one_of_this_run(tmp_p
     assert fit(resume=True)[0] == 4
 
 
+@pytest.mark.parametrize("option", [{"checkpoint_every": 2}, {"keep_last": 5}])
+def test_what_needs_a_run_dir_is_said(option, tmp_path):
+    """Lie: a long run that was to be saved every two steps, and leaves nothing."""
+    with pytest.warns(mt.MultitowerWarning, match=r"\w+=\d has no effect: .*need a run_dir"):
+        make_trainer(1, **option)
+    make_trainer(1, run_dir=tmp_path, **option)
+
+
 def test_what_keep_best_needs_is_said(tmp_path):
     with pytest.raises(mt.ArgumentError, match="needs a run_dir"):
         make_trainer(1, keep_best="loss")

@@ -57,6 +57,17 @@ def small_constant(value: Any) -> Any:
     return np.asarray(value) if _is_known(value) and np.size(value) <= _SMALL else None
 
 
+def number_of(value: Any) -> Any:
+    """The number that all elements of a constant array are; None if they differ, or for no array.
+
+    `numpy.full(len(x), 1 / len(x))` is such an array.
+    """
+    if not _is_known(value) or np.size(value) == 0:
+        return None
+    elements = np.ravel(value)
+    return elements[0] if (elements == elements[0]).all() else None
+
+
 def shapes_of_constants(program: Any) -> Iterator[tuple[int, ...]]:
     """The shapes of the arrays that a program holds, however deep."""
     yield from (np.shape(value) for value in getattr(program, "consts", ()))

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from multitower.data.augmentation import KEYS
-from multitower.errors import BatchError, whole_number
+from multitower.errors import BatchError, refuse_foreign, whole_number
 from multitower.towers.lazy_rows import LazyRows
 from multitower.towers.refusals import path_of
 from multitower.towers.rows import Split, take_apart
@@ -111,6 +111,11 @@ def make_batch(
     return batch if places is None else _at(places, batch, take_apart(batch, 0, name="data").split)
 
 
+@refuse_foreign(
+    global_batch="Say how many rows a batch has, over all towers, such as global_batch=64.",
+    batch_size="The rows of a batch, over all towers, are global_batch=.",
+    shuffle="Every epoch is shuffled, in the order that seed= decides.",
+)
 def make_batches(
     dataset: Any,
     *,

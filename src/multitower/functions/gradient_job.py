@@ -43,7 +43,6 @@ from multitower.functions.ratio import (
 from multitower.models.modules import Call, call_tower, holes_in
 from multitower.models.state import Changed, enter
 from multitower.towers.refusals import (
-    is_state_of_linen,
     refuse_holder,
     refuse_mapping,
     refuse_what_is_no_number,
@@ -291,7 +290,7 @@ def check_differentiable(tree: Any, name: Callable[[], str]) -> None:
             where = lambda path=path: f"{name()}{jax.tree_util.keystr(path)}"
             refuse_holder(leaf, where)
             refuse_mapping(leaf, where)
-            if is_state_of_linen(tree):
+            if all(hasattr(tree, field) for field in ("params", "opt_state")):
                 raise ArgumentError(
                     f"{name()} is a {type(tree).__name__}, which holds an optimizer and its state, "
                     f"too. Pass {name()}.params to differentiate, and {name()} as another argument "

@@ -50,6 +50,11 @@ def is_per_example(loss: Any, tower_rows: int) -> bool:
                 " An array with one entry per row of the batch that is no argument, such as "
                 "targets that the function closes over, also gives this shape: make it an argument."
             )
+        elif len(loss.shape) == 1:
+            hint = (
+                f" If the batch is a list of {loss.shape[0]} rows, make arrays of them: "
+                "jax.tree.map(lambda *rows: np.stack(rows), *batch)."
+            )
         raise OutputError(
             f"the loss has shape {loss.shape} for {tower_rows} rows: return the loss of every "
             f"example, shape ({tower_rows},), or their mean, shape (). If a row has several terms, "

@@ -124,10 +124,11 @@ class TrainStep:
 
         Raises:
             GradientError: a parameter is not a float; the message names its path.
-            ArgumentError: `params` is a `TrainState`, or has shapes without values; `rng` or
-                `model_state` is missing or not taken by the loss; `rng` is not a typed key; the
-                learning rate is wanted as a metric, and the optimizer's state does not hold it; or
-                the call is inside `jax.jit`, and devices keep parts of the state.
+            ArgumentError: `params` is a `TrainState` or a module without parameters, or has shapes
+                without values; `rng` or `model_state` is missing or not taken by the loss; `rng` is
+                not a typed key; the learning rate is wanted as a metric, and the optimizer's state
+                does not hold it; or the call is inside `jax.jit`, and devices keep parts of the
+                state.
             DeviceError: the devices do not exist.
             ConfigurationError: `jax.set_mesh` is active, or the call is inside `jax.pmap`.
         """
@@ -295,6 +296,12 @@ class TrainStep:
             raise ArgumentError(
                 f"the loss takes model_state, and a {model.name} keeps its own: write "
                 "loss_fn(model, batch), and let the model change in it."
+            )
+        if not jax.tree.leaves(model.weights):
+            raise ArgumentError(
+                f"the {model.name} has no parameters, so nothing would be trained. Those of an NNX "
+                "module are its nnx.Param, or nnx.Variable of a class that is made of that; those "
+                "of an Equinox module are its arrays of floats."
             )
         return model.weights, model.state if model.how.changes_in_place else model_state
 

@@ -26,6 +26,10 @@ class Names(Protocol):
         ...
 
 
+# So many of a kind in a list are rows, not parts of a batch with a number each.
+_MANY = 8
+
+
 def refuse_lists_for_rows(
     tree: Any, kinds: Sequence[Any], axes: Sequence[int | None], name: str | Names, given_axes: Any
 ) -> None:
@@ -50,18 +54,26 @@ def refuse_numbers_for_rows(
 ) -> None:
     """Refuses a list of as many numbers as there are rows: each would be a shared leaf.
 
-    The same for a list that holds a list of numbers for every row.
+    The same for a list that holds a list of numbers for every row, and for a list of rows, each
+    with its numbers and arrays: lines of its image would be taken for rows.
     """
-    arguments = None if isinstance(name, str) else tree[0]  # no list of the user's
+    not_users = () if isinstance(name, str) else (tree, tree[0])  # the call, and its arguments
 
     def is_list(sub: Any) -> bool:
-        is_long = _is_plain_list(sub) and len(sub) == num_rows
-        return is_long and sub is not arguments and _holds_numbers(sub)
+        if not _is_plain_list(sub) or any(sub is one for one in not_users):
+            return False
+        return (len(sub) == num_rows and _holds_numbers(sub)) or _holds_rows(sub)
 
     number = 0
     for path, sub in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_list)[0]:
         num_leaves = jax.tree.structure(sub).num_leaves
         if is_list(sub) and None not in axes[number : number + num_leaves]:
+            if not _holds_numbers(sub):
+                raise ArgumentError(
+                    f"{name_of(path, name)} is a {type(sub).__name__} of {len(sub)} rows. Put them "
+                    "together, one array for each entry of a row: "
+                    "jax.tree.map(lambda *rows: numpy.stack(rows), *the_list)."
+                )
             what = "lists" if any(map(_is_plain_list, sub)) else "numbers"
             raise ArgumentError(
                 f"{name_of(path, name)} is a {type(sub).__name__} of {num_rows} {what}, and the "
@@ -83,6 +95,16 @@ def _holds_numbers(value: Any) -> bool:
     if isinstance(value, jax.Array | np.ndarray):
         return value.ndim == 0 and jnp.issubdtype(value.dtype, np.number)
     return is_number(value)
+
+
+def _holds_rows(value: Any) -> bool:
+    """Whether a list holds one dict, list or tuple after the other, all with numbers and arrays."""
+    if len(value) < _MANY or not all(isinstance(one, dict | list | tuple) for one in value):
+        return False
+    first, *others = map(jax.tree.structure, value)
+    leaves = jax.tree.leaves(value[0])
+    has_both = {jnp.ndim(leaf) > 0 for leaf in leaves if is_number(leaf) or hasattr(leaf, "ndim")}
+    return len(has_both) > 1 and all(one == first for one in others)
 
 
 def is_number(value: Any) -> bool:

@@ -41,6 +41,8 @@ def inside_a_tower(tower_rows: int) -> Generator[None]:
             note = _OF_A_MODULE
         elif any(part in str(error) for part in _NAMES_A_RATIO):
             note = _OF_A_RATIO
+        elif any(part in str(error) for part in _OF_PYTHON):
+            note = _OF_ARGUMENTS
         else:
             note = _OF_ROWS.format(tower_rows)
         if note not in getattr(error, "__notes__", ()):
@@ -176,6 +178,20 @@ _OF_A_RATIO = (
     "compute the rest with the result, such as a perplexity by np.exp(float(metrics['loss'])). For "
     "a gradient inside the loss take total.sum() / weight.sum() of a row; over all rows, divide "
     'the gradient of total.sum() by weight.sum(), each with jax.lax.psum(x, "towers") around it.'
+)
+_OF_PYTHON = (
+    "positional argument",
+    "keyword argument",
+    "keyword-only argument",
+    "is not subscriptable",
+    "indices must be integers",
+    "does not support string indexing",
+)
+_OF_ARGUMENTS = (
+    "multitower passed this function the arguments of the call, in their order: to a loss first "
+    "the parameters, then one batch, which may be a dict or a tuple. Each container is still what "
+    "it was. If you have a training state, pass its parameters, state.params; if you have a list "
+    "of rows, put them together, np.stack(rows)."
 )
 _OF_ROWS = (
     "multitower called this function with the rows of one tower, {} of the batch's. An array that "

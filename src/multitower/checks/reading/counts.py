@@ -151,6 +151,11 @@ def per_row(
         )
     if by_rows:
         return not any(before)
+    if name == "div":
+        is_undone = any(divides(num_rows, abs(number)) for number in numbers)
+        return inputs[0].per_row and not (inputs[1].per_row or is_undone)
+    if name == "mul":
+        return before.count(True) == 1
     keeps = name in operations.KEEP_THE_SIZE or name in ("neg", "reduce_sum")
     return keeps and bool(before) and all(before)
 
@@ -202,12 +207,30 @@ def is_squared(equation: Any, name: str, inputs: Sequence[Flow], num_rows: int) 
 
     A root takes the square back, and so does a product with the number of rows.
     """
-    is_square = name == "square" or (name == "integer_pow" and equation.params["y"] == 2)
-    is_square |= name == "mul" and equation.invars[0] is equation.invars[1]
-    if (is_square or name == "dot_general") and all(flow.counted for flow in inputs):
+    if (is_square(equation, inputs) or name == "dot_general") and all(
+        flow.counted for flow in inputs
+    ):
         return True
     undoes = name in ("sqrt", "rsqrt", "pow") or multiplies(name, inputs, num_rows)
     return not undoes and any(flow.squared for flow in inputs)
+
+
+def is_square(equation: Any, inputs: Sequence[Flow]) -> bool:
+    """Whether an operation squares its input."""
+    name = equation.primitive.name
+    if name == "mul":
+        return equation.invars[0] is equation.invars[1]
+    if name == "pow":
+        return np.ndim(inputs[1].value) == 0 and bool(inputs[1].value == 2)
+    return name == "square" or (name == "integer_pow" and equation.params["y"] == 2)
+
+
+def root_of(equation: Any, inputs: Sequence[Flow]) -> Flow | None:
+    """The sum over rows that a result is the root of, as a norm is; None if it is no such root."""
+    name = equation.primitive.name
+    if name == "sqrt" and inputs[0].word == "linear":
+        return inputs[0]
+    return inputs[0].root_of if name in operations.SAME_NUMBERS else None
 
 
 def multiplies(name: str, inputs: Sequence[Flow], num_rows: int) -> bool:

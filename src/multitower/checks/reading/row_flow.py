@@ -20,6 +20,7 @@ from multitower.checks.equations import (
     differs_along,
     follow,
     is_empty,
+    number_of,
     program_inside,
     small_constant,
     steps_of,
@@ -42,7 +43,7 @@ from multitower.checks.reading.chunks import (
     with_chunks,
 )
 from multitower.checks.reading.counting import Counting
-from multitower.checks.reading.counts import asks_whether_finite
+from multitower.checks.reading.counts import asks_whether_finite, is_square, root_of
 from multitower.checks.reading.flow import (
     Flow,
     Word,
@@ -196,6 +197,8 @@ class _Reader:
         known = small_constant(value)
         is_steady = (known is None or bool(shape)) and not axes  # a number may count rows
         differs = lambda axis: size > _LARGE or differs_along(value, axis)
+        if axes and size <= _LARGE and (number := number_of(value)) is not None:
+            known = number
         return Flow(
             value=known,
             is_index=step > 0,
@@ -273,6 +276,8 @@ class _Reader:
 
     def _result(self, equation: Any, name: str, inputs: list[Flow]) -> Flow:
         """What is known of the results of an operation, whatever order its inputs are in."""
+        if inputs and inputs[0].root_of is not None and is_square(equation, inputs):
+            return inputs[0].root_of
         varies = any(flow.varies for flow in inputs)
         if name in operations.DRAWS and not varies and self._is_for_rows(equation):
             self.draws.append(self.where(equation))
@@ -296,6 +301,7 @@ class _Reader:
             no_norm=self._no_norm(equation, inputs),
             apart=apart_in(equation, inputs) if word == "free" else frozenset[int](),
             asks=asks_whether_finite(equation, inputs),
+            root_of=root_of(equation, inputs),
         )
         return self.counting.added_to(flow, equation, inputs)
 

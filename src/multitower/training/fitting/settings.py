@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from multitower.errors import ArgumentError, whole_number
+from multitower.errors import ArgumentError, warn, whole_number
 from multitower.processes.together import are_several
 from multitower.steps.local.options import default_outer_optimizer
 from multitower.steps.precision import check_compute_dtype
@@ -26,6 +26,8 @@ _ALWAYS = (
     "reduction",
     "stages",
 )
+# The defaults of what is of no use without a run_dir.
+_USUAL = {"checkpoint_every": 1000, "keep_last": 3}
 # For local updates over several processes, if the user does not give `steps_per_call`.
 MOST_STEPS_PER_CALL = 16
 _ASYNCHRONOUS = ("updates", "max_staleness", "stale_scale", "momentum_correction")
@@ -49,6 +51,9 @@ def check_settings(
 
     Raises:
         ArgumentError: one has a wrong value.
+
+    Warns:
+        MultitowerWarning: one has no effect.
     """
     _check_one_of("on_nonfinite", on_nonfinite, ("stop", "skip"))
     _check_one_of("best", kept.best, ("max", "min"))
@@ -73,6 +78,9 @@ def check_settings(
     # Of every 2.5 steps, only every fifth step would be one.
     whole_number("checkpoint_every", kept.checkpoint_every, 1)
     whole_number("keep_last", kept.keep_last, 1)
+    for name, usual in _USUAL.items():
+        if kept.run_dir is None and (given := getattr(kept, name)) != usual:
+            warn(f"{name}={given} has no effect: checkpoints need a run_dir, and there is none.")
     whole_number("check_replicas_every", check_replicas_every, 0)
     if kept.profile is not None:
         check_profile(kept.profile)
