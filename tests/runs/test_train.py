@@ -443,6 +443,12 @@ def test_every_option_of_a_run_reaches_its_trainer(monkeypatch, tmp_path):
     assert names == {*chosen, *words, "steps", "epochs", "seed", "evaluate_every", "log"}
 
 
+def test_what_is_said_of_a_run_directory_is_for_a_job_that_has_one():
+    """Lie: a warning that nothing is kept, where `verify` or `resume` makes a job to look at."""
+    options = RunOptions(checkpoint_every=2, keep_last=7, profile="2:3")
+    RecipeJob.of(LINE, options, None)  # warnings are errors
+
+
 def test_every_option_of_a_plan_reaches_it(monkeypatch):
     # The lie: bytes of a plain step, whatever was asked for.
     given = {}

@@ -58,14 +58,16 @@ class RecipeJob:
         data = recipe.load()
         global_batch = options.global_batch or recipe.global_batch
         steps = steps_of(recipe, options, data)
+        kept: dict[str, Any] = {}
+        if directory is not None:
+            kept = {"checkpoint_every": options.checkpoint_every, "keep_last": options.keep_last}
+            kept["profile"] = options.profile_pair()
         trainer = Trainer(
             recipe.loss if recipe.augment is None else augmented(recipe.loss, recipe.augment),
             make_optimizer(recipe, options, steps, data),
             run_dir=directory,
             global_batch=global_batch,
             on_nonfinite="skip" if options.on_nonfinite == "skip" else "stop",
-            checkpoint_every=options.checkpoint_every,
-            keep_last=options.keep_last,
             keep_best=options.keep_best if keep_best else None,
             shard_update=options.shard_update,
             shard_params=options.shard_params,
@@ -78,7 +80,7 @@ class RecipeJob:
             momentum_correction=options.momentum_correction,
             extra_metrics=options.metric_names(),
             early_stopping=options.stopping_rule(),
-            profile=None if directory is None else options.profile_pair(),
+            **kept,
             best="min" if options.best == "min" else "max",
             hooks=[],  # the caller of `fit` sets what is shown
             **planned_options(recipe, options),
