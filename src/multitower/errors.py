@@ -309,12 +309,12 @@ def refuse_foreign(
 def warn(text: str) -> None:
     """Warns with `MultitowerWarning`, at the line of the user's program that led here."""
     level, frame = 1, sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    while frame.f_back is not None and _is_inside(frame.f_code.co_filename):
+    while frame.f_back is not None and is_inside(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, MultitowerWarning, stacklevel=level + 1)
 
 
-def _is_inside(file: str) -> bool:
+def is_inside(file: str) -> bool:
     """Whether a file belongs to multitower, JAX, or a module of Python through which they call."""
     return file.startswith(_OWN) or any(name in file for name in _BETWEEN)
 

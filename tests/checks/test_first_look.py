@@ -2482,6 +2482,8 @@ def test_a_sum_that_is_divided_by_no_mean_of_sums_is_blamed(number):
         (lambda norm, n: norm**2 / n + norm / n, "mean", "sqrt .*rows are brought together"),
         (lambda norm, n: norm**3 / n, "mean", "sqrt .*rows are brought together"),
         (lambda norm, n: (norm + 1) ** 2, "sum", "sqrt .*rows are brought together"),
+        (lambda norm, n: jnp.full(n, norm) ** 2, "mean", "rows are brought together"),
+        (lambda norm, n: norm.astype(int) ** 2 / n, "mean", "rows are brought together"),
     ],
 )
 def test_what_is_no_square_of_a_norm_is_told(loss, reduction, said):
@@ -2489,6 +2491,17 @@ def test_what_is_no_square_of_a_norm_is_told(loss, reduction, said):
     of_norm = lambda w, x: loss(jnp.linalg.norm(x @ w - 1), len(x))
     with pytest.warns(mt.MultitowerWarning, match=said):
         look_at(mt.grad(of_norm, devices=2, reduction=reduction), X)
+
+
+@pytest.mark.parametrize(
+    "divisor",
+    [lambda n: n - 1, lambda n: n + 1, np.sqrt, np.log, lambda n: np.full(1, n, np.float32)],
+)
+def test_what_is_in_no_proportion_to_the_rows_is_told(divisor):
+    """Lie: n of a number, divided by whatever, is a sum over rows, as n of it are."""
+    loss = lambda w, x: losses(w, x).sum() + (len(x) * w[:1] / divisor(len(x))).sum()
+    with pytest.warns(mt.MultitowerWarning, match="it depends on the number of rows"):
+        look_at(mt.grad(loss, devices=2, reduction="sum"), X)
 
 
 @pytest.mark.parametrize("weights", [np.ones, lambda n: np.arange(n) / n])

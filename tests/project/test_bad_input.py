@@ -676,11 +676,6 @@ WRONG = {
         mt.ArgumentError,
         r"data is a list of 9 rows\..*jax\.tree\.map\(lambda \*rows: numpy\.stack\(rows\)",
     ),
-    "a list of rows as a batch": (
-        lambda: step(lambda w, batch: batch, W, [(W, np.float32(1))] * 10),
-        mt.ArgumentError,
-        r"batch is a list of 10 rows\.",
-    ),
     "a list of rows that the loss puts together": (
         lambda: grads(lambda w, x: jnp.stack(x).sum(1) * w.sum(), W, [np.ones(16)] * 24),
         mt.OutputError,

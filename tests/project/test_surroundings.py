@@ -357,6 +357,21 @@ def test_an_error_of_python_says_what_was_passed(loss, given, said):
     assert "rows of one tower" not in note
 
 
+def test_a_batch_may_be_a_list_of_parts_with_numbers():
+    """Lie: a list of rows, because it is as long as one."""
+    parts = [(X, np.float32(weight)) for weight in range(9)]
+    loss = lambda w, parts: sum(weight * w * x for x, weight in parts)
+    assert mt.grad(loss, devices=2)(1.0, parts) == pytest.approx(36 * X.mean())
+
+
+def test_an_error_inside_the_function_says_nothing_of_its_arguments():
+    scaled = lambda x, scale: scale * x
+    loss = lambda w, x: scaled(w * x)
+    with pytest.raises(TypeError, match="missing 1 required positional") as told:
+        mt.grad(loss, devices=2)(1.0, X)
+    assert not any("to a loss first" in note for note in told.value.__notes__)
+
+
 @EACH
 def test_a_forgotten_array_is_told(towers):
     """Lie: JAX's words about shapes, where in_axes names one of two arrays with rows."""

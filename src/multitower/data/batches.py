@@ -114,6 +114,7 @@ def make_batch(
 @refuse_foreign(
     global_batch="Say how many rows a batch has, over all towers, such as global_batch=64.",
     batch_size="The rows of a batch, over all towers, are global_batch=.",
+    seed="Say what decides the order of the examples, such as seed=0.",
     shuffle="Every epoch is shuffled, in the order that seed= decides.",
 )
 def make_batches(

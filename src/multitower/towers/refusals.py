@@ -54,15 +54,17 @@ def refuse_numbers_for_rows(
 ) -> None:
     """Refuses a list of as many numbers as there are rows: each would be a shared leaf.
 
-    The same for a list that holds a list of numbers for every row, and for a list of rows, each
-    with its numbers and arrays: lines of its image would be taken for rows.
+    The same for a list that holds a list of numbers for every row, and for data that are a list of
+    rows, each with its numbers and arrays: lines of its image would be taken for rows. (A batch may
+    be a list of parts, each with a number of its own.)
     """
     not_users = () if isinstance(name, str) else (tree, tree[0])  # the call, and its arguments
 
     def is_list(sub: Any) -> bool:
         if not _is_plain_list(sub) or any(sub is one for one in not_users):
             return False
-        return (len(sub) == num_rows and _holds_numbers(sub)) or _holds_rows(sub)
+        are_numbers = len(sub) == num_rows and _holds_numbers(sub)
+        return are_numbers or (name == "data" and _holds_rows(sub))
 
     number = 0
     for path, sub in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_list)[0]:
@@ -72,7 +74,8 @@ def refuse_numbers_for_rows(
                 raise ArgumentError(
                     f"{name_of(path, name)} is a {type(sub).__name__} of {len(sub)} rows. Put them "
                     "together, one array for each entry of a row: "
-                    "jax.tree.map(lambda *rows: numpy.stack(rows), *the_list)."
+                    "jax.tree.map(lambda *rows: numpy.stack(rows), *the_list). If they are no "
+                    "rows, pass a dict of them."
                 )
             what = "lists" if any(map(_is_plain_list, sub)) else "numbers"
             raise ArgumentError(

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from multitower.errors import ArgumentError, ConfigurationError, MultitowerError
+from multitower.errors import ArgumentError, ConfigurationError, MultitowerError, is_inside
 from multitower.towers.leaves import are_traced
 
 # JAX traces a jitted function anew if this value differs. A function that was traced outside of a
@@ -41,13 +41,26 @@ def inside_a_tower(tower_rows: int) -> Generator[None]:
             note = _OF_A_MODULE
         elif any(part in str(error) for part in _NAMES_A_RATIO):
             note = _OF_A_RATIO
-        elif any(part in str(error) for part in _OF_PYTHON):
+        elif _is_of_arguments(error):
             note = _OF_ARGUMENTS
         else:
             note = _OF_ROWS.format(tower_rows)
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
         raise
+
+
+def _is_of_arguments(error: Exception) -> bool:
+    """Whether a function takes other arguments than it got, or other containers in them."""
+    if not isinstance(error, TypeError):
+        return False
+    if "positional argument" not in str(error) and "keyword-only argument" not in str(error):
+        return any(part in str(error) for part in _OF_CONTAINERS)
+    where = error.__traceback__
+    while where is not None and where.tb_next is not None:
+        where = where.tb_next
+    # In the user's own file it is another call, inside of the function.
+    return where is not None and is_inside(where.tb_frame.f_code.co_filename)
 
 
 @contextmanager
@@ -179,10 +192,7 @@ _OF_A_RATIO = (
     "a gradient inside the loss take total.sum() / weight.sum() of a row; over all rows, divide "
     'the gradient of total.sum() by weight.sum(), each with jax.lax.psum(x, "towers") around it.'
 )
-_OF_PYTHON = (
-    "positional argument",
-    "keyword argument",
-    "keyword-only argument",
+_OF_CONTAINERS = (
     "is not subscriptable",
     "indices must be integers",
     "does not support string indexing",

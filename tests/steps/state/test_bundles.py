@@ -116,6 +116,22 @@ def test_a_state_that_is_read_inside_jit_stays_whole(two):
     assert mt.fingerprint(new) == mt.fingerprint(step(other, ROWS[1])[0])
 
 
+@pytest.mark.parametrize("options", [{}, {"sync_every": 2}, {"updates": "asynchronous"}], ids=str)
+def test_a_state_with_keys_is_read_inside_jit(options):
+    """Lie: it can be read there, as long as it holds no typed key."""
+
+    def loss(params, x, *, rng, model_state):
+        return (x @ params["w"]) * jax.random.uniform(rng), {}, model_state
+
+    step = mt.train_step(loss, optax.sgd(0.1), devices=2, towers=2, **options)
+    given = {"model_state": {"key": jax.random.key(2)}, "rng": jax.random.key(1)}
+    state, _ = step(step.init({"w": np.ones(3, np.float32)}, **given), ROWS[0])
+    seen = lambda state: (state.params["w"], state.step, state.local)
+    inside = jax.jit(lambda x: (seen(state), x))(0)[0]
+    assert mt.fingerprint(inside) == mt.fingerprint(seen(state))
+    step(state, ROWS[1])
+
+
 def test_few_leaves_travel_alone():
     tree = {"few": [jnp.float32(0)] * (FEWEST - 1), "large": [jnp.zeros(SMALL + 1)] * FEWEST}
     assert bundled([tree])[0] is tree

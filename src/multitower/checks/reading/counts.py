@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from multitower.checks.changing import Changing
@@ -152,8 +153,11 @@ def per_row(
     if by_rows:
         return not any(before)
     if name == "div":
-        is_undone = any(divides(num_rows, abs(number)) for number in numbers)
-        return inputs[0].per_row and not (inputs[1].per_row or is_undone)
+        by, made_of = inputs[1], frozenset[float]().union(*made)
+        counts = lambda n: counts_rows(n, num_rows) or is_made_of_count(n, num_rows)
+        is_plain = by.is_steady if by.value is None else np.ndim(by.value) == 0
+        is_plain &= not any(number in made_of or counts(abs(number)) for number in numbers)
+        return inputs[0].per_row and is_plain
     if name == "mul":
         return before.count(True) == 1
     keeps = name in operations.KEEP_THE_SIZE or name in ("neg", "reduce_sum")
@@ -230,7 +234,11 @@ def root_of(equation: Any, inputs: Sequence[Flow]) -> Flow | None:
     name = equation.primitive.name
     if name == "sqrt" and inputs[0].word == "linear":
         return inputs[0]
-    return inputs[0].root_of if name in operations.SAME_NUMBERS else None
+    if name not in operations.SAME_NUMBERS or inputs[0].root_of is None:
+        return None
+    (given,), (made,) = equation.invars, equation.outvars
+    is_float = jnp.issubdtype(made.aval.dtype, jnp.inexact)
+    return inputs[0].root_of if is_float and made.aval.size == given.aval.size else None
 
 
 def multiplies(name: str, inputs: Sequence[Flow], num_rows: int) -> bool:

@@ -19,7 +19,6 @@ from multitower.engines.job import Job, Shared, TowerResult
 from multitower.engines.packing import slices
 from multitower.steps.state.changes import Changes
 from multitower.steps.state.fields import Fields
-from multitower.towers.leaves import are_traced
 from multitower.towers.rows import Tower
 
 SMALL = 1024  # elements; copying a larger leaf costs a CPU more time than packing it saves
@@ -124,9 +123,6 @@ def opened(tree: Any) -> Any:
 
 def shown(tree: Any) -> Any:
     """`opened` outside of a program: small leaves are copies, others the bundle's own arrays."""
-    if are_traced(()):  # a user's jax.jit reads the state, which outlives its trace
-        with jax.ensure_compile_time_eval():
-            return shown(tree)
     return _unbundled(tree, _cut_out)
 
 

@@ -1,7 +1,7 @@
 """KeptState: a training state in the form in which a step keeps it, and what users see of it."""
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -9,6 +9,9 @@ import numpy as np
 from multitower.errors import StateError
 from multitower.steps.state.changes import Changes, Shown, in_every_tower, with_changes
 from multitower.steps.state.fields import Fields, shapes_of
+from multitower.towers.leaves import are_traced
+
+_T = TypeVar("_T")
 
 
 class KeptState:
@@ -91,7 +94,7 @@ class KeptState:
         if name == "step" and self._join_step is not None and self._fields is None:
             self._check_not_spent()
             if self._count is None:
-                self._count = self._join_step(self._parts)
+                self._count = _joined(self._join_step, self._parts)
             return self._count  # an array, in which nobody can write
         value = getattr(self.fields() if name in self._apart else self.shared(), name)
         if name not in self._shown:
@@ -110,7 +113,7 @@ class KeptState:
         self._check_not_spent()
         if self._fields is None:
             assert self._join is not None
-            joined = self._join(self._parts)
+            joined = _joined(self._join, self._parts)
             if self._shared is not None:  # a user has read, and perhaps changed, these
                 seen = self._shared._asdict()
                 joined = joined._replace(**{n: v for n, v in seen.items() if v is not None})
@@ -148,7 +151,7 @@ class KeptState:
             return self.fields()
         self._check_not_spent()
         if self._shared is None:
-            self._shared = self._join_shared(self._parts)
+            self._shared = _joined(self._join_shared, self._parts)
         return self._shared
 
     def shapes(self) -> Fields:
@@ -200,6 +203,14 @@ class KeptState:
                 "step(state, batch). To keep the old one, copy it first: "
                 "jax.tree.map(jnp.copy, state)."
             )
+
+
+def _joined(join: Callable[[Any], _T], parts: Any) -> _T:
+    """What users see of the parts, also inside a user's `jax.jit`, whose trace it outlives."""
+    if not are_traced(()):
+        return join(parts)
+    with jax.ensure_compile_time_eval():
+        return join(parts)
 
 
 def _array_of(leaf: Any) -> Any:
