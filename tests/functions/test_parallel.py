@@ -163,6 +163,7 @@ def of_all_towers(x):
     return x + mine + largest + after * jax.lax.axis_index("towers")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:(result|loss) ")  # a tower's own mean is meant
 def test_towers_that_devices_cannot_share_evenly_inside_a_transformation():
     """Lie: towers that do not exist are in a sum; or devices that differ from those outside."""

@@ -415,6 +415,7 @@ def test_mixed_precision_is_planned_for():
     assert found[1]["parameters"] == found[0]["parameters"]
 
 
+@pytest.mark.slow
 def test_a_loss_that_needs_several_rows_is_planned_without_the_smallest_towers():
     # The lie: no plan at all, because one of the numbers of towers that nobody asked for is too
     # large, or because the shapes of the sums are looked up with one row.

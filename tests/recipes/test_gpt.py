@@ -151,6 +151,7 @@ def test_options_that_make_no_sense(settings, message):
 # ---------------------------------------------------------------- writing
 
 
+@pytest.mark.slow
 def test_the_coldest_text_is_the_most_probable_byte_each_time(params):
     tokens = [SEPARATOR, *b"abc"]
     expected = b""

@@ -139,6 +139,7 @@ def test_a_run_with_stages_says_where_they_run_and_how_long_they_wait():
     assert kept["timeline"][-1][-1] == 15  # four towers, three units each, and one tower alone
 
 
+@pytest.mark.slow
 def test_a_recipe_learns_with_its_own_numbers():
     result = run(LINE, RunOptions(devices=2))
     assert (result["recipe"], result["steps"], result["batch_size"]) == ("line", 200, 16)
@@ -253,6 +254,7 @@ def test_a_directory_holds_all_that_a_run_leaves(tmp_path):
     assert score(LINE, options, tmp_path)["fingerprint"] == result["fingerprint"]
 
 
+@pytest.mark.slow
 def test_a_loader_of_test_batches_and_options_of_numpy(tmp_path):
     # The lies: a run that ends with a score, and cannot be scored again; raw errors of JSON.
     test = load().test

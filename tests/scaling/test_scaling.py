@@ -59,6 +59,7 @@ def result(measured):
     return json.loads((measured / "scale.json").read_text())
 
 
+@pytest.mark.slow
 def test_the_numbers_follow_from_the_turns(result):
     """Lie: a speed-up that is not the ratio of what was measured."""
     assert result["devices"] == [entry["devices"] for entry in result["strong"]] == [1, 2, 4]

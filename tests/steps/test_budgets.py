@@ -54,6 +54,7 @@ def programs_of(directory, call):
     return [path.read_text() for path in directory.iterdir()]
 
 
+@pytest.mark.slow
 def test_stages_use_no_collective(tmp_path):
     # The lie: stages that wait for each other in a program over all devices, whose sums have the
     # order that XLA chooses. A tied weight and the norm of all gradients cross the stages.

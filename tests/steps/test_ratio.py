@@ -145,6 +145,7 @@ def test_the_same_bits_on_any_number_of_devices(sharded, towers, most):
     assert len(set(found)) == 1
 
 
+@pytest.mark.slow
 def test_nothing_compiles_for_a_ragged_batch():
     traces = []
 

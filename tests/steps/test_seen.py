@@ -192,6 +192,7 @@ def test_batches_of_other_names_take_turns():
         step(state, {"mean": x[:5]})
 
 
+@pytest.mark.slow
 def test_a_kind_fills_the_towers_as_in_the_run_that_it_is_of():
     """Lie: the towers of an earlier `fit` with smaller batches, and so other random numbers."""
 

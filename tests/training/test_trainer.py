@@ -156,6 +156,7 @@ def test_a_test_phase_that_fails_loses_no_step(tmp_path, undisturbed):
     assert mt.fingerprint(state) == undisturbed
 
 
+@pytest.mark.slow
 def test_a_second_fit_has_the_batch_size_of_its_own_batches():
     """Lies: other bits, because towers are as large as in an earlier fit; or no larger batch."""
 

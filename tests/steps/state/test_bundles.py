@@ -103,6 +103,7 @@ def test_the_first_leaf_is_read_alone():
     assert first_alone(bundled([together])[0]) is None
 
 
+@pytest.mark.slow
 def test_a_state_that_is_read_inside_jit_stays_whole(two):
     """Lie: the arrays of a state for good those of the user's trace, which has ended."""
     step, given = two
@@ -212,6 +213,7 @@ def two_steps(step, state):
     return state, copy
 
 
+@pytest.mark.slow
 def test_blocks_travel_in_few_arrays_and_nobody_can_tell(monkeypatch):
     """Lie: a block's neighbour in the vector, or the order of towers, where a state is joined."""
     step, state = start(2, shard_update=True)
@@ -256,7 +258,11 @@ def trees_in(parts):
     return [parts.home.params, parts.home.opt_state, parts.home.ema_params, *versions]
 
 
-@pytest.mark.parametrize("options", [{"sync_every": 2}, {"updates": "asynchronous"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({"sync_every": 2}, marks=pytest.mark.slow), {"updates": "asynchronous"}],
+    ids=str,
+)
 def test_towers_apart_travel_in_few_arrays_and_nobody_can_tell(options, monkeypatch):
     """Lie: leaves of another tower's vector, or a neighbour's place in it for what is written."""
     step, state = start(2, **options)

@@ -59,6 +59,7 @@ def one_by_one():
     return run.fit(), run.metrics()
 
 
+@pytest.mark.slow
 def test_batches_in_a_list(one_by_one):
     """Lie: every call begins with the first batches again."""
     run = Run(steps_per_call=4)

@@ -76,7 +76,11 @@ def test_batches_of_several_kinds_of_integers_keep_their_values():
     assert found.tolist() == [4_000_000_000, -1]
 
 
-@pytest.mark.parametrize("key", [jax.random.key(0), jax.random.PRNGKey(0)], ids=["typed", "legacy"])
+@pytest.mark.parametrize(
+    "key",
+    [jax.random.key(0), pytest.param(jax.random.PRNGKey(0), marks=pytest.mark.slow)],
+    ids=["typed", "legacy"],
+)
 def test_law_l6_every_chunk_draws_its_own_random_numbers(key):
     """Lie: a Monte Carlo score of all rows, from the random numbers of one chunk."""
     rows = np.zeros((24, 2), np.float32)
