@@ -221,12 +221,13 @@ def test_a_run_goes_on_between_two_meetings(tmp_path):
     def batches(first):
         return iter(BATCHES[first:])
 
-    def trainer(run_dir):
+    def trainer(**kept):
         how = {"devices": 2, "global_batch": 8, "sync_every": 3, "steps_per_call": 4}
-        return mt.Trainer(plain, SGD, run_dir=run_dir, checkpoint_every=2, **how)
+        return mt.Trainer(plain, SGD, **kept, **how)
 
-    wanted = trainer(None).fit(PARAMS, batches, steps=6)
+    kept = {"run_dir": tmp_path, "checkpoint_every": 2}
+    wanted = trainer().fit(PARAMS, batches, steps=6)
     with pytest.warns(mt.MultitowerWarning, match="not a multiple of sync_every"):
-        trainer(tmp_path).fit(PARAMS, batches, steps=4)
-    found = trainer(tmp_path).fit(PARAMS, batches, steps=6, resume=True)
+        trainer(**kept).fit(PARAMS, batches, steps=4)
+    found = trainer(**kept).fit(PARAMS, batches, steps=6, resume=True)
     assert_close(fields_of(found), fields_of(wanted))
