@@ -60,8 +60,11 @@ class RecipeJob:
         steps = steps_of(recipe, options, data)
         kept: dict[str, Any] = {}
         if directory is not None:
-            kept = {"checkpoint_every": options.checkpoint_every, "keep_last": options.keep_last}
-            kept["profile"] = options.profile_pair()
+            kept = {
+                "checkpoint_every": options.checkpoint_every,
+                "keep_last": options.keep_last,
+                "profile": options.profile_pair(),
+            }
         trainer = Trainer(
             recipe.loss if recipe.augment is None else augmented(recipe.loss, recipe.augment),
             make_optimizer(recipe, options, steps, data),

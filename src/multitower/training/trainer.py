@@ -52,6 +52,7 @@ class Trainer:
         ema_decay: as for `multitower.train_step`.
         model_state_from: as for `multitower.train_step`.
         checkpoint_every: steps from one checkpoint to the next; the last step is always saved.
+            Without a `run_dir` nothing is, and a number here or for `keep_last` causes a warning.
         keep_last: how many checkpoints to keep.
         keep_best: name of a score of `Trainer.evaluate`. The state with the best score so far is
             also kept in `run_dir/best`. None, the default, keeps no best state.
