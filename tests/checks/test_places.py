@@ -78,6 +78,12 @@ WRONG = {
     "put beside": lambda w, x: losses(w, x) * jnp.pad(
         jnp.zeros(len(x) - 1), (1, 0), constant_values=1.0
     ),
+    "labels by repeat": lambda w, x: classes(w, x, jnp.repeat(jnp.arange(2), len(x) // 2)),
+    "weights of halves": lambda w, x: losses(w, x) * jnp.repeat(w[:2], len(x) // 2),
+    "real and fake": lambda w, x: losses(w, x) * jnp.stack(
+        [jnp.ones(len(x) // 2), jnp.zeros(len(x) // 2)]
+    ).ravel(),
+    "pairs in groups that are cut": lambda w, x: losses(w, x) * (jnp.arange(len(x)) // 2 % 4),
 }  # fmt: skip
 
 
@@ -164,6 +170,15 @@ RIGHT = {
     "every second": lambda w, x: losses(w, x) * (jnp.arange(len(x)) % 2 == 0),
     "put in its place": lambda w, x: written(x, lambda i, o: o.at[i].set(losses(w, x[i]))),
     "segments": in_segments,
+    "pairs, tiled": lambda w, x: losses(w, x) * jnp.tile(w[:2], len(x) // 2),
+    "pairs in groups": lambda w, x: losses(w, x) * (jnp.arange(len(x)) // 2 % 2),
+    "halves that are equal": lambda w, x: losses(w, x) * jnp.stack(
+        [jnp.ones(len(x) // 2)] * 2
+    ).ravel(),
+    "views of all rows": lambda w, x: (
+        losses(w, jnp.concatenate([x, -x])) * jnp.repeat(w[:2], len(x))
+    ).mean(),
+    "features of all rows": lambda w, x: ((x * w).T.ravel() * jnp.repeat(w, len(x))).mean(),
 }  # fmt: skip
 
 
@@ -177,7 +192,7 @@ def look_at(loss):
 def test_a_row_s_place_in_its_tower_is_told(loss):
     # The lie: a mask of the first five rows masks the first five rows of every tower.
     where = "iota|concatenate|scan|an array|slice|dynamic_slice|cumprod|cumsum|scatter|pad"
-    where += "|dynamic_update_slice"
+    where += "|dynamic_update_slice|reshape"
     said = rf"loss \(({where}).*\): it depends on the number.*mt.row_index"
     with pytest.warns(mt.MultitowerWarning, match=said) as told:
         look_at(loss)

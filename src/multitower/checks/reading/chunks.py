@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from multitower.checks.reading import operations
 from multitower.checks.reading.flow import SUM_OF_CHUNKS, Chunks, Flow, line_at, place_of
 
@@ -79,6 +81,10 @@ def apart_in(equation: Any, inputs: Sequence[Flow]) -> frozenset[int]:
     is_one = len(equation.outvars) == 1
     if not is_one or name in operations.DRAWS or any(flow.is_drawn for flow in inputs):
         return frozenset()
+    if name in operations.STACKS and all(is_free) and not _are_equal(inputs):
+        return frozenset([equation.params["axis" if name == "stack" else "dimension"]])
+    if name == "slice":
+        return frozenset(axis for axis in inputs[0].apart if is_free[0] and shape[axis] > 1)
     if name not in _MOVES and not all(_is_spread(one, shape) for one in shapes):
         return frozenset()
     found = (
@@ -88,6 +94,12 @@ def apart_in(equation: Any, inputs: Sequence[Flow]) -> frozenset[int]:
         for axis in flow.apart
     )
     return frozenset(axis for axis in found if axis is not None)
+
+
+def _are_equal(inputs: Sequence[Flow]) -> bool:
+    """Whether all inputs are known to be the same number, or arrays of it."""
+    values = [flow.value for flow in inputs]
+    return all(v is not None and np.ndim(v) == 0 and v == values[0] for v in values)
 
 
 def _is_spread(shape: tuple[int, ...], result: tuple[int, ...]) -> bool:

@@ -110,6 +110,7 @@ class Flow:
         inner: for an axis with several values of each row, how many of them lie side by side, if
             that is known; see `layout`.
         asks: whether it says that something is a finite number, or is not.
+        each: for numbers of rows, how many rows have the same, if that is known: 4 for i // 4.
         root_of: what it is the root of, if that is a sum over rows: a norm. Its square is that sum.
         value: its value, if it is a constant: Keras, for example, computes the number of rows in
             the program, as the product of a shape. A scalar for an array of equal elements.
@@ -144,6 +145,7 @@ class Flow:
     apart: frozenset[int] = frozenset()
     inner: int | None = None
     asks: bool = False
+    each: int = 1
     root_of: "Flow | None" = None
 
     @property

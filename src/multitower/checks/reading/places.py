@@ -1,5 +1,6 @@
 """Places: values that depend on a row's place in its tower, or on how many rows a tower has."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ def placed(equation: Any, word: Word, inputs: Sequence[Flow], reader: Reader) ->
     name = equation.primitive.name
     if word == "free" and (
         _makes_places(equation, reader)
+        or _lays_out_places(equation, inputs, reader)
         or _cut_to_rows(equation, inputs, reader)
         or _tells_rows_apart(equation, inputs, reader)
         or _counts_on(equation, inputs, reader)
@@ -51,7 +53,7 @@ def _is_among_neighbours(equation: Any, inputs: Sequence[Flow], reader: Reader) 
     if equation.primitive.name != "rem":
         return False
     size, (out,) = inputs[1].value, equation.outvars
-    sizes = np.ravel(0 if size is None else size)
+    sizes = np.ravel(0 if size is None else size) * inputs[0].each
     if not sizes.all():
         return True  # it is not known
     if (sizes == reader.num_rows).any():
@@ -67,6 +69,34 @@ def _makes_places(equation: Any, reader: Reader) -> bool:
     axis = equation.params["dimension"]
     of_rows = [axis in reader.row_axes(atom) for atom in equation.invars]
     return axis in reader.row_axes(equation.outvars[0]) and not (of_rows and all(of_rows))
+
+
+def _lays_out_places(equation: Any, inputs: Sequence[Flow], reader: Reader) -> bool:
+    """Whether a reshape makes rows of what differs: `jnp.repeat(jnp.arange(2), len(x) // 2)`.
+
+    Groups that are whole in a real tower may differ inside, as in `jnp.tile(weights, len(x) // 2)`;
+    so may what is there once for all rows and then again, `jnp.repeat(weights, len(x))`.
+    """
+    if equation.primitive.name != "reshape":
+        return False
+    before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    for axis in reader.row_axes(equation.outvars[0]):
+        behind = math.prod(after[axis + 1 :])
+        for one in inputs[0].apart:
+            group, each = (math.prod(before[n:]) // behind for n in (one, one + 1))
+            is_inside = before[one] % reader.num_rows > 0 and 0 < each < group <= after[axis]
+            if is_inside and not _is_alike(group, each, after[axis], reader):
+                return True
+    return False
+
+
+def _is_alike(group: int, each: int, size: int, reader: Reader) -> bool:
+    """Whether groups of entries, in which `each` that are alike follow each other, suit a tower."""
+    if each % reader.tower_rows == 0:
+        return True
+    if group % reader.num_rows == 0:
+        return False
+    return size * reader.real_rows % (reader.tower_rows * group) == 0
 
 
 def _tells_rows_apart(equation: Any, inputs: Sequence[Flow], reader: Reader) -> bool:

@@ -41,6 +41,17 @@ def is_number(equation: Any, inputs: list[Flow], num_rows: int) -> bool:
     return name in operations.SAME_NUMBERS and inputs[0].is_number
 
 
+def rows_of_each(equation: Any, inputs: list[Flow]) -> int:
+    """How many rows have the same number in a result that is made of their numbers: 4 in i // 4."""
+    each = max((flow.each for flow in inputs), default=1)
+    if equation.primitive.name != "div" or not inputs[0].is_index:
+        return each
+    by = inputs[1].value
+    if by is None or np.ndim(by) or not (by > 0 and float(by).is_integer()):
+        return each
+    return each * int(by)
+
+
 def _is_moved(name: str, inputs: list[Flow], num_rows: int) -> bool:
     """Whether it is the number of another row, i - 1; but 3 * i + 1 is an entry of row i."""
     if name not in ("add", "sub") or [flow.is_index for flow in inputs].count(True) != 1:
