@@ -23,6 +23,10 @@ def losses(w, x):
     return (x @ w - 1) ** 2
 
 
+def numbers(x):
+    return jnp.arange(len(x))
+
+
 def classes(w, x, labels):
     return optax.softmax_cross_entropy_with_integer_labels(x * w, labels)
 
@@ -83,6 +87,8 @@ WRONG = {
     "real and fake": lambda w, x: losses(w, x) * jnp.stack(
         [jnp.ones(len(x) // 2), jnp.zeros(len(x) // 2)]
     ).ravel(),
+    "labels beside its own number": lambda w, x: (x * w)[numbers(x), numbers(x) // 3],
+    "a column by the place": lambda w, x: x.at[numbers(x), np.arange(len(x)) // 3].mul(2.0) @ w,
     "pairs in groups that are cut": lambda w, x: losses(w, x) * (jnp.arange(len(x)) // 2 % 4),
 }  # fmt: skip
 
@@ -170,6 +176,7 @@ RIGHT = {
     "every second": lambda w, x: losses(w, x) * (jnp.arange(len(x)) % 2 == 0),
     "put in its place": lambda w, x: written(x, lambda i, o: o.at[i].set(losses(w, x[i]))),
     "segments": in_segments,
+    "labels in groups": lambda w, x: (x * w)[numbers(x), numbers(x) % 2],
     "pairs, tiled": lambda w, x: losses(w, x) * jnp.tile(w[:2], len(x) // 2),
     "pairs in groups": lambda w, x: losses(w, x) * (jnp.arange(len(x)) // 2 % 2),
     "halves that are equal": lambda w, x: losses(w, x) * jnp.stack(

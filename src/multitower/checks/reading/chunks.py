@@ -81,7 +81,7 @@ def apart_in(equation: Any, inputs: Sequence[Flow]) -> frozenset[int]:
     is_one = len(equation.outvars) == 1
     if not is_one or name in operations.DRAWS or any(flow.is_drawn for flow in inputs):
         return frozenset()
-    if name in operations.STACKS and all(is_free) and not _are_equal(inputs):
+    if name in operations.STACKS and all(is_free) and not _are_equal(equation, inputs):
         return frozenset([equation.params["axis" if name == "stack" else "dimension"]])
     if name == "slice":
         return frozenset(axis for axis in inputs[0].apart if is_free[0] and shape[axis] > 1)
@@ -96,10 +96,11 @@ def apart_in(equation: Any, inputs: Sequence[Flow]) -> frozenset[int]:
     return frozenset(axis for axis in found if axis is not None)
 
 
-def _are_equal(inputs: Sequence[Flow]) -> bool:
-    """Whether all inputs are known to be the same number, or arrays of it."""
+def _are_equal(equation: Any, inputs: Sequence[Flow]) -> bool:
+    """Whether all inputs are one value, or known to be the same number, or arrays of it."""
     values = [flow.value for flow in inputs]
-    return all(v is not None and np.ndim(v) == 0 and v == values[0] for v in values)
+    is_number = all(v is not None and np.ndim(v) == 0 and v == values[0] for v in values)
+    return is_number or all(atom is equation.invars[0] for atom in equation.invars)
 
 
 def _is_spread(shape: tuple[int, ...], result: tuple[int, ...]) -> bool:

@@ -110,6 +110,8 @@ class Flow:
         inner: for an axis with several values of each row, how many of them lie side by side, if
             that is known; see `layout`.
         asks: whether it says that something is a finite number, or is not.
+        beside_number: for an index that has other numbers beside that of the row, where one of
+            these comes from, if it is a place.
         each: for numbers of rows, how many rows have the same, if that is known: 4 for i // 4.
         root_of: what it is the root of, if that is a sum over rows: a norm. Its square is that sum.
         value: its value, if it is a constant: Keras, for example, computes the number of rows in
@@ -146,6 +148,7 @@ class Flow:
     inner: int | None = None
     asks: bool = False
     each: int = 1
+    beside_number: str | None = None
     root_of: "Flow | None" = None
 
     @property

@@ -44,6 +44,8 @@ def placed(equation: Any, word: Word, inputs: Sequence[Flow], reader: Reader) ->
     elif name in operations.FINDS and (
         name not in _LOOKS_UP or (word != "free" and _finds_rows(equation, reader))
     ):
+        if beside := next((flow.beside_number for flow in inputs if flow.beside_number), None):
+            return beside
         inputs = [inputs[n] for n in operations.FINDS[name]]  # row i of what belongs to rows
     return next((flow.placed for flow in inputs if flow.placed), None)
 

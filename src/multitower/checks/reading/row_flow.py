@@ -58,7 +58,12 @@ from multitower.checks.reading.layout import laid_apart, pairs_layouts, with_inn
 from multitower.checks.reading.loops import INSIDE
 from multitower.checks.reading.orders import in_order
 from multitower.checks.reading.places import placed
-from multitower.checks.reading.row_numbers import is_index, is_number, rows_of_each
+from multitower.checks.reading.row_numbers import (
+    is_index,
+    is_number,
+    place_beside_number,
+    rows_of_each,
+)
 from multitower.engines.collectives import first_collective, needs_axis
 from multitower.engines.source_lines import line_of
 
@@ -302,6 +307,7 @@ class _Reader:
             apart=apart_in(equation, inputs) if word == "free" else frozenset[int](),
             asks=asks_whether_finite(equation, inputs),
             each=rows_of_each(equation, inputs),
+            beside_number=place_beside_number(equation, inputs),
             root_of=root_of(equation, inputs),
         )
         return self.counting.added_to(flow, equation, inputs)

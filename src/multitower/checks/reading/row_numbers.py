@@ -38,7 +38,22 @@ def is_number(equation: Any, inputs: list[Flow], num_rows: int) -> bool:
     if name == "iota":
         sizes = equation.params["shape"]
         return sizes[equation.params["dimension"]] % num_rows == 0
+    if name == "select_n":  # i, or i + n where an index is negative
+        return all(flow.is_number for flow in inputs[1:])
+    if name in ("add", "sub"):
+        return _is_plus_rows(inputs, num_rows)
     return name in operations.SAME_NUMBERS and inputs[0].is_number
+
+
+def place_beside_number(equation: Any, inputs: list[Flow]) -> str | None:
+    """Where a place comes from that an index has beside the number of the row itself, if one has.
+
+    `logits[jnp.arange(n), jnp.arange(n) // 16]` has one.
+    """
+    name = equation.primitive.name
+    if name in operations.STACKS and any(flow.is_number for flow in inputs):
+        return next((flow.placed for flow in inputs if flow.placed and not flow.is_number), None)
+    return inputs[0].beside_number if name in operations.SAME_NUMBERS else None
 
 
 def rows_of_each(equation: Any, inputs: list[Flow]) -> int:
@@ -56,7 +71,11 @@ def _is_moved(name: str, inputs: list[Flow], num_rows: int) -> bool:
     """Whether it is the number of another row, i - 1; but 3 * i + 1 is an entry of row i."""
     if name not in ("add", "sub") or [flow.is_index for flow in inputs].count(True) != 1:
         return False
-    number, by = sorted(inputs, key=lambda flow: not flow.is_index)
-    # i + n is Python's -1 for the last row, which jnp adds to every index.
-    stays = np.ndim(by.value) == 0 and by.value is not None and by.value % num_rows == 0
-    return number.is_number and not stays
+    return any(flow.is_number for flow in inputs) and not _is_plus_rows(inputs, num_rows)
+
+
+def _is_plus_rows(inputs: list[Flow], num_rows: int) -> bool:
+    """Whether it is i + n, Python's -1 for the last row, which jnp adds to every index."""
+    number, by = sorted(inputs, key=lambda flow: not flow.is_number)
+    is_scalar = np.ndim(by.value) == 0 and by.value is not None
+    return number.is_number and is_scalar and by.value % num_rows == 0
