@@ -89,6 +89,7 @@ WRONG = {
     ).ravel(),
     "labels beside its own number": lambda w, x: (x * w)[numbers(x), numbers(x) // 3],
     "a column by the place": lambda w, x: x.at[numbers(x), np.arange(len(x)) // 3].mul(2.0) @ w,
+    "backwards beside its own": lambda w, x: (x * w)[numbers(x), len(x) - numbers(x)],
     "pairs in groups that are cut": lambda w, x: losses(w, x) * (jnp.arange(len(x)) // 2 % 4),
 }  # fmt: skip
 

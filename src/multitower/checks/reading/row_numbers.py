@@ -40,7 +40,7 @@ def is_number(equation: Any, inputs: list[Flow], num_rows: int) -> bool:
         return sizes[equation.params["dimension"]] % num_rows == 0
     if name == "select_n":  # i, or i + n where an index is negative
         return all(flow.is_number for flow in inputs[1:])
-    if name in ("add", "sub"):
+    if name == "add":
         return _is_plus_rows(inputs, num_rows)
     return name in operations.SAME_NUMBERS and inputs[0].is_number
 
@@ -77,5 +77,6 @@ def _is_moved(name: str, inputs: list[Flow], num_rows: int) -> bool:
 def _is_plus_rows(inputs: list[Flow], num_rows: int) -> bool:
     """Whether it is i + n, Python's -1 for the last row, which jnp adds to every index."""
     number, by = sorted(inputs, key=lambda flow: not flow.is_number)
-    is_scalar = np.ndim(by.value) == 0 and by.value is not None
-    return number.is_number and is_scalar and by.value % num_rows == 0
+    if by.value is None or np.ndim(by.value):
+        return False
+    return number.is_number and by.value % num_rows == 0
