@@ -27,35 +27,15 @@ from multitower.checks.equations import (
 )
 from multitower.checks.problems import NO_ROWS
 from multitower.checks.reading import operations
-from multitower.checks.reading.along_rows import (
-    batches_of_rows,
-    first_rows,
-    row_axes,
-    takes_one_of_each_group,
-    works_along_rows,
-)
+from multitower.checks.reading.along_rows import batches_of_rows, row_axes
 from multitower.checks.reading.backward_rules import read_backward_rule
-from multitower.checks.reading.chunks import (
-    apart_in,
-    axes_apart,
-    pairing,
-    pairs_chunks,
-    with_chunks,
-)
+from multitower.checks.reading.chunks import apart_in, axes_apart, with_chunks
 from multitower.checks.reading.counting import Counting
 from multitower.checks.reading.counts import asks_whether_finite, is_square, root_of
-from multitower.checks.reading.flow import (
-    Flow,
-    Word,
-    all_places,
-    ends_of,
-    place_of,
-    roots_of,
-    settled,
-    worst_of,
-)
-from multitower.checks.reading.layout import laid_apart, pairs_layouts, with_inner
+from multitower.checks.reading.flow import Flow, all_places, ends_of, place_of, roots_of, settled
+from multitower.checks.reading.layout import with_inner
 from multitower.checks.reading.loops import INSIDE
+from multitower.checks.reading.no_means import bent, held, no_norm, summed
 from multitower.checks.reading.orders import in_order
 from multitower.checks.reading.places import placed
 from multitower.checks.reading.row_numbers import (
@@ -64,6 +44,7 @@ from multitower.checks.reading.row_numbers import (
     place_beside_number,
     rows_of_each,
 )
+from multitower.checks.reading.words import word_of_result
 from multitower.engines.collectives import first_collective, needs_axis
 from multitower.engines.source_lines import line_of
 
@@ -166,7 +147,7 @@ class _Reader:
         self.tower_rows = num_rows * num_groups
         self.all_rows = whole if meets else 0
         self._calls: list[Any] = []
-        self._batches = set[Any]()
+        self.batches = set[Any]()
         self.counting = Counting(
             num_rows, batch_rows, whole, self.where, made, num_groups=num_groups, meets=meets
         )
@@ -187,7 +168,7 @@ class _Reader:
         return next(self._sorts)
 
     def _call(self, program: Any, inputs: Sequence[Flow]) -> list[Flow]:
-        self._batches |= batches_of_rows(program, self.num_rows)
+        self.batches |= batches_of_rows(program, self.num_rows)
         return follow(program, inputs, self._constant, self._equation)
 
     def _constant(self, value: Any, kind: Any) -> Flow:
@@ -286,7 +267,7 @@ class _Reader:
         varies = any(flow.varies for flow in inputs)
         if name in operations.DRAWS and not varies and self._is_for_rows(equation):
             self.draws.append(self.where(equation))
-        word, origin, mixing = self._word(equation, name, inputs)
+        word, origin, mixing = word_of_result(equation, inputs, self)
         flow = Flow(
             word,
             origin,
@@ -299,11 +280,11 @@ class _Reader:
             placed=placed(equation, word, inputs, self),
             sources=frozenset[int]().union(*(flow.sources for flow in inputs)),
             value=computed(equation, [flow.value for flow in inputs]),
-            held=self._held(name, word, mixing, inputs),
-            bent=self._bent(equation, word, inputs),
-            summed=_summed(name, inputs) if word == "mixed" else None,
+            held=held(name, word, mixing, inputs),
+            bent=bent(equation, word, inputs, self),
+            summed=summed(name, inputs) if word == "mixed" else None,
             ends=ends_of(inputs, mixing) if word == "mixed" else frozenset(),
-            no_norm=self._no_norm(equation, inputs),
+            no_norm=no_norm(equation, inputs, self),
             apart=apart_in(equation, inputs) if word == "free" else frozenset[int](),
             asks=asks_whether_finite(equation, inputs),
             each=rows_of_each(equation, inputs),
@@ -331,134 +312,6 @@ class _Reader:
         atoms = zip(equation.invars, inputs, strict=True)
         return [Flow() if is_empty(atom) else flow for atom, flow in atoms]
 
-    def _held(self, name: str, word: Word, mixing: str | None, inputs: list[Flow]) -> str | None:
-        """Where a mixed value got hold of rows, or of their largest."""
-        if word != "mixed":
-            return None
-        is_now = name in operations.HOLDS and worst_of(inputs).word == "by row"
-        return mixing if is_now else next((flow.held for flow in inputs if flow.held), None)
-
-    def _bent(self, equation: Any, word: Word, inputs: list[Flow]) -> str | None:
-        """Where sums over rows were made something that is neither their mean nor a variance."""
-        name, words = equation.primitive.name, [flow.word for flow in inputs]
-        if word != "mixed":
-            return None
-        is_variance = name in operations.CLIPS and any(flow.mixed for flow in inputs)
-        worst = worst_of(inputs).word
-        is_now = name in operations.BENDS and worst == "linear" and not is_variance
-        is_now |= name in operations.BENDS_VARIANCES and worst == "mixed"
-        power = equation.params["y"] if name == "integer_pow" else 2  # a square is in a variance
-        is_now |= power < 0 or (power > 2 and worst == "linear")
-        is_now |= name in operations.DECIDES and worst == "by row"
-        is_now |= name == "sqrt" and inputs[0].is_sum  # of a mean it is a deviation
-        divisor = operations.DIVISORS.get(name)
-        if is_now or (divisor is not None and words[divisor] != "free"):
-            return self.where(equation)
-        return next((flow.bent for flow in inputs if flow.bent), None)
-
-    def _no_norm(self, equation: Any, inputs: list[Flow]) -> str | None:
-        """Where a sum over rows was used as normalising rows does not: it divides by a root."""
-        name, words = equation.primitive.name, [flow.word for flow in inputs]
-        are_sums = [word in ("linear", "mixed") for word in words]
-        divisor = operations.DIVISORS.get(name)
-        if divisor is None:
-            is_now = name in operations.BENDS_NO_NORM and are_sums[0]
-            is_now |= _adds_products_up(equation, words)
-        else:
-            is_bent = words[divisor] == "mixed" and inputs[divisor].bent is not None
-            is_now = words[divisor] == "linear" or (is_bent and are_sums[1 - divisor])
-        if is_now:
-            return self.where(equation)
-        return next((flow.no_norm for flow in inputs if flow.no_norm), None)
-
-    def _word(
-        self, equation: Any, name: str, inputs: list[Flow]
-    ) -> tuple[Word, str | None, str | None]:
-        """A result's word, the operation that summed over rows, and the one that mixes them now."""
-        if name in operations.WHETHER_ANY:
-            return "free", None, None
-        words = {flow.word for flow in inputs}
-        has_rows = any(self.row_axes(atom) for atom in equation.outvars)
-        of_all = name in operations.ANY_OR_ALL and bool(self.row_axes(equation.invars[0]))
-        is_one = not has_rows and ("by row" not in words or of_all)
-        if is_one and asks_whether_finite(equation, inputs):
-            return "free", None, None  # as if it were: what is not finite is an error anyway
-        if words <= {"free"}:  # noise that is drawn for every row is rows
-            return ("by row" if name in operations.DRAWS and has_rows else "free"), None, None
-        if "mixed" in words and "by row" not in words:
-            return ("by row" if has_rows else "mixed"), None, None
-        if "linear" in words and "mixed" not in words:
-            return self._from_linear(equation, name, inputs, has_rows)
-        return self._from_rows(equation, name, inputs, has_rows)
-
-    def _from_rows(
-        self, equation: Any, name: str, inputs: list[Flow], has_rows: bool
-    ) -> tuple[Word, str | None, str | None]:
-        """What becomes of rows: still by row, summed up, or mixed."""
-        rows_in = max(len(self.row_axes(atom)) for atom in equation.invars)
-        rows_out = max((len(self.row_axes(atom)) for atom in equation.outvars), default=0)
-        together = pairing if pairs_chunks(equation, inputs) else None
-        if together is None and pairs_layouts(equation, inputs, self):
-            together = laid_apart
-        if together is not None:
-            return ("by row" if has_rows else "mixed"), None, together(self.where(equation))
-        if works_along_rows(equation, inputs, self.num_rows, self.all_rows):
-            if not any(flow.sources for flow in inputs):
-                return "free", None, None  # noise alone, such as what makes a permutation
-            place = self.where(equation)
-            # A sorted array, as of a quantile, is no table; nor is one whose neighbours are taken,
-            # or whose rows a mask chooses.
-            is_plain = len(inputs[0].sources) == 1 and not inputs[0].mixed
-            if name == "gather" and is_plain and not (inputs[1].placed or inputs[1].mixed):
-                self.tables.setdefault(next(iter(inputs[0].sources)), place)
-            return ("by row" if has_rows else "mixed"), None, place
-        # jax.vmap draws for all rows from the first one's key, if the keys are such.
-        is_drawn_together = name == "random_bits" and "rbg" in str(equation.invars[0].aval.dtype)
-        if rows_out > rows_in or (is_drawn_together and rows_in):  # every row with every row
-            return "by row", None, self.where(equation)
-        if rows_out == 0 and rows_in > 0:
-            return self._without_rows(equation, name, inputs)
-        return "by row", None, None
-
-    def _without_rows(
-        self, equation: Any, name: str, inputs: list[Flow]
-    ) -> tuple[Word, str | None, str | None]:
-        """What becomes of rows in a result that has no axis of rows."""
-        if name in ("gather", "dynamic_slice") and any(flow.is_index for flow in inputs[1:]):
-            return "by row", None, None  # x[i] in a loop over the numbers of the rows
-        if name == "slice":
-            self.taken |= {first_rows(equation, n) for n in self.row_axes(equation.invars[0])}
-        rows = self.num_rows, self.tower_rows, self.real_rows
-        is_group = takes_one_of_each_group(equation, *rows)
-        if is_group or equation.outvars[0] in self._batches:
-            return "mixed", None, None  # x[0::2] of pairs that are neighbours, or batches
-        place = self.where(equation)
-        is_sum = name in operations.SUMS and worst_of(inputs).word == "by row"
-        return ("linear", place, None) if is_sum else ("mixed", None, place)
-
-    def _from_linear(
-        self, equation: Any, name: str, inputs: list[Flow], has_rows: bool
-    ) -> tuple[Word, str | None, str | None]:
-        """What becomes of sums over rows: still one, or mixed."""
-        origin = next(flow.origin for flow in inputs if flow.word == "linear")
-        words = [flow.word for flow in inputs]
-        if "by row" in words:  # a sum over rows goes back into the rows
-            return ("by row" if has_rows else "mixed"), None, origin
-        if has_rows and any(flow.is_sum for flow in inputs):  # likewise, jnp.full(n, total)
-            return "by row", None, origin
-        is_first_alone = words.count("linear") == 1 and words[0] == "linear"
-        scaled = words.count("linear") == 1 and name in operations.LINEAR_WITH_FREE
-        scaled = scaled or (is_first_alone and name == "div")
-        if scaled:
-            self.counting.look_for_baked(equation, inputs)
-        chooses = name == "select_n" and words[0] == "linear"
-        together = name in operations.LINEAR_TOGETHER and not chooses
-        written = operations.WRITTEN.get(name, ())
-        together |= all(n in written for n, word in enumerate(words) if word == "linear")
-        if scaled or together or (is_first_alone and name in operations.LINEAR_ALONE):
-            return "linear", origin, None
-        return "mixed", None, self.where(equation)
-
     def where(self, equation: Any) -> str:
         """The operation and its line: `reduce_sum at model.py:30: y = x - x.mean(0)`."""
         # The equations in a library's jitted function have the line of its first call, which may be
@@ -469,27 +322,6 @@ class _Reader:
     def row_axes(self, atom: Any) -> list[int]:
         """The axes of rows of a value."""
         return row_axes(getattr(atom.aval, "shape", ()), self.num_rows, self.all_rows)
-
-
-def _adds_products_up(equation: Any, words: Sequence[str]) -> bool:
-    """Whether products of sums over rows are added up, as in a penalty on an uneven load.
-
-    Normalising rows takes the statistics of each feature for themselves.
-    """
-    are_sums = [word in ("linear", "mixed") for word in words]
-    if equation.primitive.name not in operations.ADD_UP or not all(are_sums):
-        return False
-    (made,) = equation.outvars
-    has_fewer_axes = all(made.aval.ndim < atom.aval.ndim for atom in equation.invars)
-    return has_fewer_axes and (len(words) > 1 or words[0] == "mixed")
-
-
-def _summed(name: str, inputs: list[Flow]) -> str | None:
-    """Where a mixed value was summed over rows, if it is still that sum, at least in part."""
-    if name == "select_n":
-        return next((flow.a_sum for flow in inputs[1:] if flow.a_sum), None)
-    written = operations.WRITTEN.get(name, (0,) if name in operations.LINEAR_ALONE else ())
-    return inputs[0].a_sum if 0 in written else None
 
 
 def unused_size(sizes: Sequence[int], primes: Sequence[int] = _NUMBERS_OF_ROWS) -> int:
