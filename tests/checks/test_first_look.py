@@ -1484,6 +1484,22 @@ def test_a_state_that_counts_the_rows_of_a_tower_is_told():
         state_after(elements, jnp.int32(0))
 
 
+@pytest.mark.parametrize(
+    "totals",
+    [
+        lambda state, x: state.at[0].add(len(x)),
+        lambda state, x: state + jnp.array([len(x), 1.0]),
+    ],
+    ids=["in place", "beside another"],
+)
+def test_rows_that_are_counted_in_one_entry_of_a_state_are_told(totals):
+    count = lambda w, x, *, model_state: (losses(w, x), {}, totals(model_state, x))
+    with pytest.warns(
+        mt.MultitowerWarning, match=r"model_state \((scatter-)?add .*: it depends on"
+    ):
+        state_after(count, jnp.zeros(2))
+
+
 def test_a_place_in_a_buffer_that_moves_by_the_rows_of_a_tower_is_told():
     """Lie: the next rows are written over those of this step, as the place has hardly moved."""
 

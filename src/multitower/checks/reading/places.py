@@ -132,25 +132,29 @@ def _cut_to_rows(equation: Any, inputs: Sequence[Flow], reader: Reader) -> bool:
 def _counts_on(equation: Any, inputs: Sequence[Flow], reader: Reader) -> bool:
     """Whether it adds the number of rows to a number that every tower has, `seen + len(x)`.
 
-    So does `seen + x.size`.
+    So does `seen + x.size`, or `seen.at[0].add(len(x))`.
     """
-    if equation.primitive.name not in ("add", "sub"):
+    if equation.primitive.name in ("scatter-add", "scatter-sub"):
+        inputs = [inputs[0], inputs[2]]
+    elif equation.primitive.name not in ("add", "sub"):
         return False
-    others = [flow for flow in inputs if np.ndim(flow.value) or not _is_count(flow, reader)]
+    others = [flow for flow in inputs if not _is_count(flow, reader)]
     is_number = lambda flow: flow.is_steady and not (flow.varies or flow.is_drawn)
     return len(others) == 1 and is_number(others[0])
 
 
 def _is_count(flow: Flow, reader: Reader) -> bool:
-    """Whether it is a constant that is the number of rows of a tower, or a multiple of it."""
-    if flow.value is None:
-        return False
-    number = float(np.real(flow.value))
-    if number in reader.made.multiples:
-        return True
+    """Whether it is a constant that is the number of rows of a tower, or a multiple of it.
+
+    Or an array that has such a number, as in `totals + jnp.array([len(x), 1])`.
+    """
     of_all = reader.num_rows * reader.num_towers
-    is_of_all = of_all > 0 and number % of_all == 0
-    return number > 0 and number % reader.num_rows == 0 and not is_of_all
+    numbers = [] if flow.value is None else np.ravel(np.real(flow.value)).tolist()
+    return any(
+        number in reader.made.multiples
+        or (number > 0 and number % reader.num_rows == 0 and not (of_all and number % of_all == 0))
+        for number in numbers
+    )
 
 
 def _finds_rows(equation: Any, reader: Reader) -> bool:
