@@ -308,7 +308,7 @@ class LoopRunner:
 
         self._run = HoldingJit(run, placement, donate=0)
 
-    def run(self, state: KeptState, stack: Stack, maker: object) -> tuple[KeptState, Metrics]:
+    def run(self, state: KeptState, stack: Stack) -> tuple[KeptState, Metrics]:
         """Makes an update with each batch; the state is overwritten."""
         batches = self._feeder.feed(stack)
         num_steps = len(stack.counts)
@@ -316,4 +316,4 @@ class LoopRunner:
         state.spend()
         if num_steps < metrics["loss"].shape[0]:
             metrics = jax.tree.map(lambda leaf: lax.slice_in_dim(leaf, 0, num_steps), metrics)
-        return KeptState(fields, maker), metrics
+        return KeptState(fields, state.maker), metrics

@@ -75,14 +75,14 @@ class SameBitsRunner:
         self._engine = SameBits(bundled_job(job), placement)
         self._placement = placement
 
-    def run(self, state: KeptState, parts: BatchParts, maker: object) -> tuple[KeptState, Metrics]:
+    def run(self, state: KeptState, parts: BatchParts) -> tuple[KeptState, Metrics]:
         """Makes one update; the state is overwritten."""
         copies = state.parts() or bundled(replicate(state.fields(), self._placement))
         replicas, rows = self._feeder.feed(parts, copies)
         finished = self._engine.run(replicas, rows, state.made_by)
         state.spend()
         copies = [fields for fields, _ in finished.results]
-        new = _kept(copies, self._placement, maker)
+        new = _kept(copies, self._placement, state.maker)
         new.made_by = finished.programs
         return new, finished.results[0][1]
 
@@ -118,12 +118,12 @@ class FastRunner:
 
         self.program = HoldingJit(run, placement, donate=0)
 
-    def run(self, state: KeptState, parts: BatchParts, maker: object) -> tuple[KeptState, Metrics]:
+    def run(self, state: KeptState, parts: BatchParts) -> tuple[KeptState, Metrics]:
         """Makes one update; the state is overwritten."""
         fields, metrics = self.program(state.fields(), *self._feeder.feed(parts))
         if not is_traced(metrics["loss"]):  # inside jax.jit, where it is refused
             state.spend()
-        return KeptState(fields, maker), metrics
+        return KeptState(fields, state.maker), metrics
 
 
 class Feeder:
@@ -150,20 +150,18 @@ class Feeder:
         return copy_to([leaf], [self._placement.split])[0]
 
 
-def take_changes(
-    state: KeptState, changes: Changes, placement: Placement, maker: object
-) -> KeptState:
+def take_changes(state: KeptState, changes: Changes, placement: Placement) -> KeptState:
     """The state with what a user has written into it; other leaves are not copied."""
     parts = state.parts()
     if parts is None:
         placed = {name: fresh_on_all_devices(leaves, placement) for name, leaves in changes.items()}
-        return KeptState(with_changes(state.fields(), placed), maker)
+        return KeptState(with_changes(state.fields(), placed), state.maker)
     copies = replicate(dict(changes), placement)
     parts = [
         with_leaves(part, numbered(part, Fields._fields, new))
         for part, new in zip(parts, copies, strict=True)
     ]
-    return _kept(parts, placement, maker)
+    return _kept(parts, placement, state.maker)
 
 
 def _kept(copies: Sequence[Any], placement: Placement, maker: object) -> KeptState:

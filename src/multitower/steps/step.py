@@ -247,7 +247,7 @@ class TrainStep:
             fields = fields._replace(ema_params=jax.tree.map(_widened, fields.ema_params))
             given = kept = way.adopt(maker.parts, fields, maker)
         if changes := kept.changes():
-            kept = way.with_changes(kept, changes, maker)
+            kept = way.with_changes(kept, changes)
         global_batch = self._global_batch or self._full_batch(parts)
         if not self._has_run and self.placement.spans_processes:
             from multitower.steps.state.replicas import check_replicas  # noqa: PLC0415 (importing stays quick)
@@ -257,7 +257,7 @@ class TrainStep:
             check_replicas(TrainState(kept))  # host-device sync
         runner = self._runner(maker, kept, parts, global_batch, counts or [parts.num_rows])
         with explaining():
-            new, metrics = runner.run(kept, work, maker)
+            new, metrics = runner.run(kept, work)
         given.spend()
         self._has_run = True
         self._global_batch = global_batch  # only now: a batch that failed must not set it
@@ -271,9 +271,9 @@ class TrainStep:
         """Makes an update with a batch of a kind that has been run: the fast path."""
         given = state
         if changes := state.changes():
-            state = self._find_way().with_changes(state, changes, state.maker)
+            state = self._find_way().with_changes(state, changes)
         try:
-            new, metrics = seen.runner.run(state, seen.parts(leaves), state.maker)
+            new, metrics = seen.runner.run(state, seen.parts(leaves))
         except (RuntimeError, TypeError):
             parts = take_apart(batch, 0, name="batch")  # our own error, for a deleted array
             refuse_tracers(state, parts, state.maker)

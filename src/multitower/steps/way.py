@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Runner(Protocol):
     """Makes steps with batches of one kind."""
 
-    def run(self, state: KeptState, parts: Any, maker: object, /) -> tuple[KeptState, Metrics]:
+    def run(self, state: KeptState, parts: Any, /) -> tuple[KeptState, Metrics]:
         """Makes an update, or one for each batch of a `Stack`; the state is overwritten."""
         ...
 
@@ -86,9 +86,9 @@ class Way:
         """A state with the values of one of another step, which is never overwritten."""
         return KeptState(fresh_on_all_devices(fields, self.placement), maker)
 
-    def with_changes(self, state: KeptState, changes: Changes, maker: object) -> KeptState:
+    def with_changes(self, state: KeptState, changes: Changes) -> KeptState:
         """The state with what a user has written into it; other leaves are not copied."""
-        return take_changes(state, changes, self.placement, maker)
+        return take_changes(state, changes, self.placement)
 
     def look(self, state: KeptState, look: Callable[[Fields], Looked]) -> Looked:
         """Calls `look` with fields of this state, to trace a loss before it is compiled."""

@@ -47,10 +47,10 @@ class InBlocks(Way):
         kept = whole._replace(opt_state=fields.opt_state, ema_params=fields.ema_params)
         return sharded.state(sharded.parts_of(kept), maker)
 
-    def with_changes(self, state: KeptState, changes: Changes, maker: object) -> KeptState:
+    def with_changes(self, state: KeptState, changes: Changes) -> KeptState:
         """As in `Way`."""
-        sharded = self._sharded[maker]
-        return sharded.state(sharded.take_changes(state.parts(), changes), maker)
+        sharded = self._sharded[state.maker]
+        return sharded.state(sharded.take_changes(state.parts(), changes), state.maker)
 
     def make_runner(self, step: StepParts, state: KeptState, batches: Batches) -> Runner:
         """As in `Way`."""
@@ -96,9 +96,9 @@ class InStages(Way):
         check_opt_state(step.optimizer, fields.params, fields.opt_state)
         return KeptState(fields, maker)
 
-    def with_changes(self, state: KeptState, changes: Changes, maker: object) -> KeptState:
+    def with_changes(self, state: KeptState, changes: Changes) -> KeptState:
         """As in `Way`."""
-        return KeptState(with_changes(state.fields(), changes), maker)
+        return KeptState(with_changes(state.fields(), changes), state.maker)
 
     def look(self, state: KeptState, look: Callable[[Fields], Looked]) -> Looked:
         """As in `Way`: without the values of parameters, since no device has all of them."""
@@ -137,9 +137,9 @@ class InShards(Way):
         """As in `Way`."""
         return KeptState(self._shards.place(fields), maker)
 
-    def with_changes(self, state: KeptState, changes: Changes, maker: object) -> KeptState:
+    def with_changes(self, state: KeptState, changes: Changes) -> KeptState:
         """As in `Way`."""
-        return KeptState(self._shards.take_changes(state.fields(), changes), maker)
+        return KeptState(self._shards.take_changes(state.fields(), changes), state.maker)
 
     def make_runner(self, step: StepParts, state: KeptState, batches: Batches) -> Runner:
         """As in `Way`."""
@@ -196,9 +196,9 @@ class InRotation(Way):
         """As in `Way`; without versions, all groups begin with these parameters."""
         return self._apart(fields, maker)
 
-    def with_changes(self, state: KeptState, changes: Changes, maker: object) -> KeptState:
+    def with_changes(self, state: KeptState, changes: Changes) -> KeptState:
         """As in `Way`."""
-        return self._apart(with_changes(state.fields(), changes), maker)
+        return self._apart(with_changes(state.fields(), changes), state.maker)
 
     def check(self, meets: str | None) -> None:
         """Refuses every loss in which towers exchange values."""

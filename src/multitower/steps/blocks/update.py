@@ -24,7 +24,7 @@ from multitower.steps.optimizing.clipping import add_towers, leaf_squares
 from multitower.steps.optimizing.extra_metrics import NORM, extra_metrics
 from multitower.steps.optimizing.update import finite_leaves, update
 from multitower.steps.parts import Batches, StepParts
-from multitower.steps.runner import TowerFeeder
+from multitower.steps.runner import Metrics, TowerFeeder
 from multitower.steps.state.bundles import bundled_job, laid, laid_like, opened
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.kept import KeptState
@@ -56,9 +56,7 @@ class BlockRunner:
         self._compiled: dict[Any, list[Compiled]] = {}
         self._finite = jax.jit(lambda params: finite_leaves(opened(params)))
 
-    def run(
-        self, state: KeptState, batch: BatchParts, maker: object
-    ) -> tuple[KeptState, dict[str, jax.Array]]:
+    def run(self, state: KeptState, batch: BatchParts) -> tuple[KeptState, Metrics]:
         """Makes one update; the state is overwritten."""
         parts: BlockParts = state.parts()
         replicas, rows = self._feeder.feed(batch, parts.replicas)
@@ -73,7 +71,7 @@ class BlockRunner:
         metrics = {**finished.results[0][1], **told}
         if self._step.diagnostics:
             metrics["finite_params"] = self._finite(params[0])
-        return self._sharded.state(BlockParts(new, blocks), maker), metrics
+        return self._sharded.state(BlockParts(new, blocks), state.maker), metrics
 
     def _update(
         self, finished: Finished, blocks: dict[int, Block]

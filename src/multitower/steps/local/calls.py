@@ -54,7 +54,7 @@ class LocalCallRunner:
         self._compiled: dict[Any, _Programs] = {}
         self._first_place = jax.device_put(np.int32(0), one.devices[0])
 
-    def run(self, state: KeptState, stack: Stack, maker: object) -> tuple[KeptState, Metrics]:
+    def run(self, state: KeptState, stack: Stack) -> tuple[KeptState, Metrics]:
         """Makes an update of every tower with each batch; the state is overwritten."""
         stack.refuse_short(self._least)
         parts, programs = state.parts(), None
@@ -70,7 +70,7 @@ class LocalCallRunner:
                 laid[tower] = programs.put[i](before, sums) if before else programs.begin[i](sums)
             steps.append(made._replace(sums={}))
         assert programs is not None  # a call has a batch or more
-        return self._one.state_of(parts, maker), self._metrics(programs, steps, laid)
+        return self._one.state_of(parts, state.maker), self._metrics(programs, steps, laid)
 
     def _metrics(self, programs: _Programs, steps: list[Made], laid: dict[int, _Laid]) -> Metrics:
         """The metrics of all steps, with a first axis for them, after one exchange."""

@@ -68,7 +68,7 @@ class LocalLoopRunner:
         self._feeder = feeder
         self._programs = {meets: self._program(meets) for meets in (True, False)}
 
-    def run(self, state: KeptState, stack: Stack, maker: object) -> tuple[KeptState, Metrics]:
+    def run(self, state: KeptState, stack: Stack) -> tuple[KeptState, Metrics]:
         """Makes an update of every tower with each batch; the state is overwritten."""
         batches = self._feeder.feed(stack)
         fields, step = state.parts()
@@ -89,7 +89,7 @@ class LocalLoopRunner:
             step, done = step + size, done + size
         if len(found) > 1:
             found = [jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *found)]
-        return LoopParts(fields, step).state(maker), found[0]
+        return LoopParts(fields, step).state(state.maker), found[0]
 
     def _program(self, meets: bool) -> Callable[..., tuple[Fields, Metrics]]:
         """The jitted program of some steps; with `meets` a meeting follows the last of them."""

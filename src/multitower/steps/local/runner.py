@@ -85,11 +85,11 @@ class LocalRunner:
         self._numbers = WholeNumbers()
         self._scales: dict[Any, jax.Array] = {}
 
-    def run(self, state: KeptState, batch: BatchParts, maker: object) -> tuple[KeptState, Metrics]:
+    def run(self, state: KeptState, batch: BatchParts) -> tuple[KeptState, Metrics]:
         """Makes one update of every tower; the state is overwritten."""
         parts, made = self.make(state, state.parts(), batch)
         total = self.total(made.sums, made.programs.add)
-        return self.state_of(parts, maker), self.metrics(made, total)
+        return self.state_of(parts, state.maker), self.metrics(made, total)
 
     def make(
         self, state: KeptState, parts: LocalParts, batch: BatchParts

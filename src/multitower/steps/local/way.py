@@ -72,10 +72,10 @@ class InLocal(Way):
             )
         return self._begin(fields, maker)
 
-    def with_changes(self, state: KeptState, changes: Changes, maker: object) -> KeptState:
+    def with_changes(self, state: KeptState, changes: Changes) -> KeptState:
         """As in `Way`."""
         parts = take_changes(state.parts(), changes, self.placement)
-        return as_state(parts, self.placement, maker)
+        return as_state(parts, self.placement, state.maker)
 
     def check(self, meets: str | None) -> None:
         """Refuses every loss in which towers exchange values."""
@@ -111,7 +111,7 @@ class InLocal(Way):
 class InLocalLoops(InLocal):
     """As in `InLocal`; one tower on every device, and many steps in one program."""
 
-    def with_changes(self, state: KeptState, changes: Changes, maker: object) -> KeptState:
+    def with_changes(self, state: KeptState, changes: Changes) -> KeptState:
         """As in `Way`; every tower gets new parameters and a new model state, too."""
         fields = state.fields()
         for name in ("params", "model_state"):
@@ -120,7 +120,7 @@ class InLocalLoops(InLocal):
                 leaves[number] = jnp.stack([leaf] * self.placement.num_towers)
             new = {name: jax.tree.unflatten(treedef, leaves)}
             fields = fields._replace(local=fields.local._replace(**new))
-        return self._go_on(with_changes(fields, changes), maker)
+        return self._go_on(with_changes(fields, changes), state.maker)
 
     def make_runner(self, step: StepParts, state: KeptState, batches: Batches) -> Runner:
         """As in `Way`."""

@@ -47,7 +47,7 @@ class RotationRunner:
         self._feeders = {place: TowerFeeder(step, batches, place) for place in set(turns.groups)}
         self._turns = turns
 
-    def run(self, state: KeptState, batch: BatchParts, maker: object) -> tuple[KeptState, Metrics]:
+    def run(self, state: KeptState, batch: BatchParts) -> tuple[KeptState, Metrics]:
         """Makes one update; the state is overwritten."""
         parts: RotationParts = state.parts()
         group = self._turns.group_at(parts.num_updates)
@@ -67,7 +67,7 @@ class RotationRunner:
         given = (kept, used, total, scale, staleness)
         new, metrics = self._program(given)(*given)
         state.spend()
-        return parts.after(group, new, self._turns).state(maker), metrics
+        return parts.after(group, new, self._turns).state(state.maker), metrics
 
     def _program(self, given: Any) -> Compiled:
         kept, used, total, _, staleness = given

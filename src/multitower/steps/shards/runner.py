@@ -24,14 +24,14 @@ class ShardsRunner:
         self._feeder = Feeder(shards.placement, batches.tower_rows)
         self._programs: dict[Any, Any] = {}
 
-    def run(self, state: KeptState, parts: BatchParts, maker: object) -> tuple[KeptState, Metrics]:
+    def run(self, state: KeptState, parts: BatchParts) -> tuple[KeptState, Metrics]:
         """Makes one update; the state is overwritten."""
         rest, rows, num_rows = self._feeder.feed(parts)
         given = state.fields()
         fields, metrics = self.program(given)(given, rest, rows, num_rows)
         if not is_traced(metrics["loss"]):  # inside jax.jit, where it is refused
             state.spend()
-        return KeptState(fields, maker), metrics
+        return KeptState(fields, state.maker), metrics
 
     def program(self, fields: Fields) -> Any:
         """The jitted step for states like this one; it keeps the sharding of every leaf."""

@@ -12,6 +12,7 @@ from multitower.stages.layout import Layout
 from multitower.stages.pieces import rows_of
 from multitower.stages.pipeline import Pipeline
 from multitower.steps.parts import Batches, StepParts
+from multitower.steps.runner import Metrics
 from multitower.steps.staged.first import First
 from multitower.steps.staged.job import StagedJob, rest_of
 from multitower.steps.staged.state import Head, StagedParts, parts_of
@@ -64,9 +65,7 @@ class StagedRunner:
         self.segments = chain.segments
         self._updates = Updates(step, whole, layout, chain)
 
-    def run(
-        self, state: KeptState, batch: BatchParts, maker: object
-    ) -> tuple[KeptState, dict[str, jax.Array]]:
+    def run(self, state: KeptState, batch: BatchParts) -> tuple[KeptState, Metrics]:
         """Makes one update; the state is overwritten."""
         towers = self._layout.towers
         rows = cut(batch.rows, batch.num_rows, towers, self._tower_rows)
@@ -86,7 +85,7 @@ class StagedRunner:
             model_state = self._updates.kept(more.pop("good"), model_state, head.model_state)
         state.spend()
         new = parts._replace(blocks=blocks, head=Head(count, model_state, head.rng, opt_state))
-        return KeptState.of_parts(new, StagedParts.fields, maker), {**metrics, **more}
+        return KeptState.of_parts(new, StagedParts.fields, state.maker), {**metrics, **more}
 
     def _parts(self, state: KeptState) -> StagedParts:
         """The state in parts for these stages; another runner may have cut the model elsewhere."""
