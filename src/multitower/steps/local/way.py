@@ -24,7 +24,7 @@ from multitower.steps.local.state import (
 from multitower.steps.looped import StackFeeder
 from multitower.steps.parts import Batches, StepParts
 from multitower.steps.runner import fresh_on_all_devices, own_copy
-from multitower.steps.state.changes import Changes, with_changes
+from multitower.steps.state.changes import Changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.kept import KeptState
 from multitower.steps.way import Runner, Way
@@ -70,7 +70,9 @@ class InLocal(Way):
                 "that every tower now has. Start from its parameters: step.init(state.params).\n"
                 f"given: {jax.tree.structure(fields.opt_state)}\nwanted: {wanted}"
             )
-        return self._begin(fields, maker)
+        own = Own(fields.params, fields.opt_state, fields.model_state, np.int32(0))
+        outer = self._options.outer_optimizer.init(fields.params)
+        return self._begin(fields._replace(opt_state=outer), own, maker)
 
     def with_changes(self, state: KeptState, changes: Changes) -> KeptState:
         """As in `Way`."""
@@ -97,13 +99,7 @@ class InLocal(Way):
         """The state of towers that go on with what `fields.local` holds for each."""
         return as_state(parts_of(fields, self.placement), self.placement, maker)
 
-    def _begin(self, fields: Fields, maker: object) -> KeptState:
-        """A state in which all towers begin with the same; `opt_state` is the inner optimizer's."""
-        own = Own(fields.params, fields.opt_state, fields.model_state, np.int32(0))
-        outer = self._options.outer_optimizer.init(fields.params)
-        return self._begin_with(fields._replace(opt_state=outer), own, maker)
-
-    def _begin_with(self, fields: Fields, own: Own, maker: object) -> KeptState:
+    def _begin(self, fields: Fields, own: Own, maker: object) -> KeptState:
         """A state in which each tower begins with `own`; `fields` holds the rest."""
         return as_state(all_alike(fields, own, self.placement), self.placement, maker)
 
@@ -113,14 +109,7 @@ class InLocalLoops(InLocal):
 
     def with_changes(self, state: KeptState, changes: Changes) -> KeptState:
         """As in `Way`; every tower gets new parameters and a new model state, too."""
-        fields = state.fields()
-        for name in ("params", "model_state"):
-            leaves, treedef = jax.tree.flatten(getattr(fields.local, name))
-            for number, leaf in changes.get(name, {}).items():
-                leaves[number] = jnp.stack([leaf] * self.placement.num_towers)
-            new = {name: jax.tree.unflatten(treedef, leaves)}
-            fields = fields._replace(local=fields.local._replace(**new))
-        return self._go_on(with_changes(fields, changes), state.maker)
+        return self._go_on(state.contents(), state.maker)
 
     def make_runner(self, step: StepParts, state: KeptState, batches: Batches) -> Runner:
         """As in `Way`."""
@@ -139,7 +128,7 @@ class InLocalLoops(InLocal):
         whole = whole._replace(local=jax.tree.unflatten(treedef, placed))
         return LoopParts(whole, int(whole_on_host(whole.step))).state(maker)  # host-device sync
 
-    def _begin_with(self, fields: Fields, own: Own, maker: object) -> KeptState:
+    def _begin(self, fields: Fields, own: Own, maker: object) -> KeptState:
         def for_each(leaf: Any) -> Any:
             stack = jnp.stack if is_key(leaf) else np.stack
             return stack([host_leaf(leaf)] * self.placement.num_towers)
