@@ -280,10 +280,8 @@ class StackFeeder:
 class LoopRunner:
     """Several fast steps in one program; compiled once for any number of them up to `most`."""
 
-    def __init__(
-        self, step: StepParts, batches: Batches, placement: Placement, feeder: StackFeeder
-    ) -> None:
-        self._feeder = feeder
+    def __init__(self, step: StepParts, batches: Batches, placement: Placement, most: int) -> None:
+        self._feeder = StackFeeder(batches, placement, most)
         given = (step, batches.split, batches.tower_rows, placement)
         one = fast_step(*given, has_weights=batches.has_weights)
 

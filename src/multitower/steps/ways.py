@@ -10,7 +10,7 @@ from multitower.engines.tracing import look_by_shapes
 from multitower.hardware.devices import DeviceSpec
 from multitower.stages.options import StageOptions
 from multitower.steps.local.options import LocalOptions
-from multitower.steps.looped import LoopOptions, LoopRunner, StackFeeder, is_one_program
+from multitower.steps.looped import LoopOptions, LoopRunner, is_one_program
 from multitower.steps.optimizing.optimizer import check_opt_state
 from multitower.steps.parts import Batches, Looked, ShardOptions, StepParts
 from multitower.steps.rotation.options import RotationOptions, refuse_meeting_in_rotation
@@ -157,8 +157,7 @@ class InLoops(Way):
 
     def make_runner(self, step: StepParts, state: KeptState, batches: Batches) -> Runner:
         """As in `Way`."""
-        feeder = StackFeeder(batches, self.placement, self._options.most)
-        return LoopRunner(step, batches, self.placement, feeder)
+        return LoopRunner(step, batches, self.placement, self._options.most)
 
 
 class InRotation(Way):

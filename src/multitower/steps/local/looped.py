@@ -53,19 +53,15 @@ class LocalLoopRunner:
     """Many local updates in one program, compiled twice: with a meeting at its end, and without."""
 
     def __init__(
-        self,
-        step: StepParts,
-        batches: Batches,
-        options: LocalOptions,
-        placement: Placement,
-        feeder: StackFeeder,
+        self, step: StepParts, batches: Batches, options: LocalOptions, placement: Placement
     ) -> None:
+        assert options.most is not None
         self._job = LocalJob(step, batches.split, batches.tower_rows, placement.num_towers)
         self._meeting = MeetingJob(step, options)
         self._tower_rows = batches.tower_rows
         self._placement = placement
         self._every = options.sync_every
-        self._feeder = feeder
+        self._feeder = StackFeeder(batches, placement, options.most)
         self._programs = {meets: self._program(meets) for meets in (True, False)}
 
     def run(self, state: KeptState, stack: Stack) -> tuple[KeptState, Metrics]:

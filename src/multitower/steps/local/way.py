@@ -21,7 +21,6 @@ from multitower.steps.local.state import (
     refuse_other_towers,
     take_changes,
 )
-from multitower.steps.looped import StackFeeder
 from multitower.steps.parts import Batches, StepParts
 from multitower.steps.runner import fresh_on_all_devices, own_copy
 from multitower.steps.state.changes import Changes
@@ -113,9 +112,7 @@ class InLocalLoops(InLocal):
 
     def make_runner(self, step: StepParts, state: KeptState, batches: Batches) -> Runner:
         """As in `Way`."""
-        assert self._options.most is not None
-        feeder = StackFeeder(batches, self.placement, self._options.most)
-        return LocalLoopRunner(step, batches, self._options, self.placement, feeder)
+        return LocalLoopRunner(step, batches, self._options, self.placement)
 
     def _go_on(self, fields: Fields, maker: object) -> KeptState:
         refuse_other_towers(fields, self.placement)
