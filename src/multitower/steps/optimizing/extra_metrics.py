@@ -50,11 +50,10 @@ def extra_metrics(step: StepParts, opt_state: Any, squares: Any) -> dict[str, ja
     Args:
         step: what the step is made of.
         opt_state: the optimizer's state after the update.
-        squares: sums of squares of the mean gradient, shape (leaves,); None if its norm is not
-            wanted.
+        squares: sums of squares of the mean gradient, shape (leaves,); only for its norm.
     """
     found: dict[str, jax.Array] = {}
-    if NORM in step.extra_metrics and squares is not None:
+    if NORM in step.extra_metrics:
         found[NORM] = global_norm(squares).astype(jnp.float32)
     if RATE in step.extra_metrics:
         found[RATE] = jnp.asarray(learning_rate_in(opt_state)).astype(jnp.float32)
