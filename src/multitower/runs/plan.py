@@ -7,7 +7,7 @@ from multitower.planning.plan import Plan
 from multitower.planning.plan import plan as plan_step
 from multitower.recipes.definition import Recipe, takes
 from multitower.runs.options import RunOptions
-from multitower.runs.setup import RecipeJob, planned_options, steps_per_epoch_of
+from multitower.runs.setup import RecipeJob, make_optimizer, planned_options
 
 
 def plan(recipe: Recipe, options: RunOptions, *, machines: int, memory: str | None) -> Plan:
@@ -26,7 +26,6 @@ def plan(recipe: Recipe, options: RunOptions, *, machines: int, memory: str | No
         MultitowerError: as for `multitower.plan`.
     """
     job = RecipeJob.of(recipe, RunOptions(global_batch=options.global_batch), None)
-    steps_per_epoch = steps_per_epoch_of(job.data, job.global_batch)
     rng = jax.random.key(0)
     try:
         params = jax.eval_shape(recipe.init, rng)
@@ -34,7 +33,7 @@ def plan(recipe: Recipe, options: RunOptions, *, machines: int, memory: str | No
         params = recipe.init(rng)
     return plan_step(
         recipe.loss if recipe.augment is None else augmented(recipe.loss, recipe.augment),
-        recipe.make_optimizer(recipe.steps, steps_per_epoch=steps_per_epoch),
+        make_optimizer(recipe, job.options, job.steps, job.data),
         params,
         job.first_batch(job.global_batch),
         machines=machines,
