@@ -125,7 +125,8 @@ def _compare(
         name = "the host" if device_of is None else f"device {i}"
         if mine and device_of is not None:
             name = device_name(device_of(i, leaf))
-        home, advice = "the host of process 0", _SUSPECT
+        home = "the host of process 0"
+        advice = "Suspect the device; resume from a checkpoint."
         if device_of is not None:
             home = "the first device of process 0" if several else device_name(device_of(0, leaf))
         if several:
@@ -135,17 +136,10 @@ def _compare(
                 "alike, from the same seed. Or a device is faulty: resume from a checkpoint."
             )
         shown = f" (checksums {on_host[i][leaf]:08x} and {first[leaf]:08x})" if mine else ""
-        raise _other_bits(name, names[int(leaf)], home + shown, advice)
-
-
-_SUSPECT = "Suspect the device; resume from a checkpoint."
-
-
-def _other_bits(name: str, path: str, home: str, advice: str) -> StateError:
-    return StateError(
-        f"{name} holds other bits in state{path} than {home}: the devices no longer train the "
-        f"same model. {advice}"
-    )
+        raise StateError(
+            f"{name} holds other bits in state{names[int(leaf)]} than {home}{shown}: the devices "
+            f"no longer train the same model. {advice}"
+        )
 
 
 @jax.jit
