@@ -170,11 +170,11 @@ class MeetingJob:
         deltas = jax.tree.map(
             lambda before, after: _times(wide(before) - wide(after), weight), params, own.params
         )
+        model_state = _weighed(own.model_state, here, self._outer.model_state_from)
         opt_state = own.opt_state if self._options.averages_state else ()
-        states = (_weighed(own.model_state, here, self._outer.model_state_from),)
         # Its integers and keys stay the tower's own: how many updates it has made, and its noise.
-        states += (_weighed(opt_state, here, "mean")._replace(first={}),)
-        return TowerSums(pack(Moved(deltas, *states, weight)), [])
+        opt_state = _weighed(opt_state, here, "mean")._replace(first={})
+        return TowerSums(pack(Moved(deltas, model_state, opt_state, weight)), [])
 
     def meet(self, fields: Fields, totals: Packed) -> tuple[Fields, Changed, Met]:
         """The outer update, which every device makes from the same totals.

@@ -122,8 +122,9 @@ def as_state(parts: LocalParts, placement: Placement, maker: object) -> KeptStat
         return join_shared(parts)._replace(local=shown_on_host(local))
 
     count = lambda parts: as_global([fields.step for fields in parts.replicas], placement)
-    given: dict[str, Any] = {"join_shared": join_shared, "join_step": count}
-    return KeptState.of_parts(parts, join, maker, **given, apart=("local",))
+    return KeptState.of_parts(
+        parts, join, maker, join_shared=join_shared, join_step=count, apart=("local",)
+    )
 
 
 def _parts(fields: Fields, own_of: Callable[[int], Own], placement: Placement) -> LocalParts:
