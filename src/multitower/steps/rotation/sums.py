@@ -74,10 +74,8 @@ class GroupSums:
         refuse_kept_values(traced.program)
         towers = compile_for_each(traced.tower, arguments, self._devices)
         sums: Packed = towers[0].out_info[0].packed
-        adds: list[Compiled] = []
-        if self._num_towers > 1:
-            adds = compile_for_each(add_sums, (sums, sums), self._devices, donate=(0,))
-        return (
-            dict(zip(self._devices, towers, strict=True)),
-            dict(zip(self._devices[: len(adds)], adds, strict=True)),
-        )
+        by_device = dict(zip(self._devices, towers, strict=True))
+        if self._num_towers == 1:
+            return by_device, {}
+        adds = compile_for_each(add_sums, (sums, sums), self._devices, donate=(0,))
+        return by_device, dict(zip(self._devices, adds, strict=True))
