@@ -170,8 +170,7 @@ class RunOptions:
             raise RunError(f"compute_dtype={self.compute_dtype}: say float32, bfloat16 or float16.")
         if self.compute_dtype == "float32":  # no casts: the same program as without it
             object.__setattr__(self, "compute_dtype", None)
-        if self.keep_last < 1:
-            raise RunError(f"keep_last={self.keep_last}: it must be 1 or more.")
+        _check_at_least(1, keep_last=self.keep_last)
         self._check_together()
         self._check_updates()
         self.rotation_order()

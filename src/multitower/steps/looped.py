@@ -245,7 +245,6 @@ class StackFeeder:
         Raises:
             BatchError: a batch would have to be padded, and every row must be real.
         """
-        counts = stack.counts
         for leaves in stack.rows:
             if isinstance(leaves, list):
                 refuse_tower_rows(leaves)
@@ -253,7 +252,7 @@ class StackFeeder:
             stack.refuse_short(self._size)
         rest = [self._stacked(leaves) for leaves in stack.shared]
         rows = [self._stacked(self._filled(leaves)) for leaves in stack.rows]
-        given = [*rest, *rows, self._stacked(np.array(counts, np.int32))]
+        given = [*rest, *rows, self._stacked(np.array(stack.counts, np.int32))]
         everywhere = self._placement.shared
         split = rows_of_steps(self._placement)
         homes = [everywhere] * len(rest) + [split] * len(rows) + [everywhere]

@@ -139,7 +139,7 @@ class Feeder:
         refuse_tower_rows(parts.rows)
         rows = [self._whole(leaf) for leaf in parts.rows]
         shared = self._placement.shared
-        rest = copy_to(parts.shared, [shared] * len(parts.shared)) if parts.shared else []
+        rest = copy_to(parts.shared, [shared] * len(parts.shared))
         return rest, rows, self._numbers.on(shared, parts.num_rows)
 
     def _whole(self, leaf: Any) -> jax.Array:

@@ -94,13 +94,13 @@ class BlockState:
         refuse_mixing(optimizer, params, self.layout.shapes_of_block(), self._is_cut)
 
     def first(self, step: StepParts, fields: Fields) -> BlockParts:
-        """The parts of a first state; its `opt_state` and `ema_params` are made here."""
+        """The parts of a first state; `opt_state` and `ema_params`, None so far, are made here."""
 
         @jax.jit
         def init(params: Any, tower: Any) -> Block:
             return Block(*map(laid, begin(step, self.layout.block(params, tower))))
 
-        replicas = replicate(fields._replace(opt_state=None, ema_params=None), self._placement)
+        replicas = replicate(fields, self._placement)
         blocks: dict[int, Block] = {}
         for replica, d in zip(replicas, self._placement.local, strict=True):
             device = self._placement.devices[d]
