@@ -42,19 +42,13 @@ def refuse_mixing(
     """
     # Only shapes: the device of an array would become part of the program.
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-
     loss = jax.ShapeDtypeStruct((), jnp.float32)
     own = of_params or [True] * len(jax.tree.leaves(params))
-    for fn, arguments, elements, cut in (
-        (optimizer.init, lambda p: (p,), own, is_cut),
-        (
-            functools.partial(call_update, optimizer),
-            lambda p: (p, jax.eval_shape(optimizer.init, p), p, loss),
-            [*own, *is_cut, *own, False],
-            [*own, *is_cut],
-        ),
-    ):
-        _compare(fn, (arguments(params), arguments(block)), elements, cut)
+    _compare(optimizer.init, ((params,), (block,)), own, is_cut)
+    update = functools.partial(call_update, optimizer)
+    given = lambda p: (p, jax.eval_shape(optimizer.init, p), p, loss)
+    elements = [*own, *is_cut, *own, False]
+    _compare(update, (given(params), given(block)), elements, [*own, *is_cut])
 
 
 def is_element_wise(
