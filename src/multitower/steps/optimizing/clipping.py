@@ -18,13 +18,10 @@ from multitower.towers.leaves import wide_dtype
 
 def leaf_squares(gradients: Any) -> jax.Array:
     """The sum of squares of the elements of each leaf, float32 or wider, shape (leaves,)."""
-    leaves = jax.tree.leaves(gradients)
-    parts = [part for leaf in leaves for part in _real_parts(leaf)]
-    dtype = wide_dtype(*(part.dtype for part in parts))
-    sums = iter(jnp.sum(jnp.square(part.astype(dtype))) for part in parts)
-    found = [
-        functools.reduce(operator.add, [next(sums) for _ in _real_parts(leaf)]) for leaf in leaves
-    ]
+    leaves = [_real_parts(leaf) for leaf in jax.tree.leaves(gradients)]
+    dtype = wide_dtype(*(part.dtype for parts in leaves for part in parts))
+    square = lambda part: jnp.sum(jnp.square(part.astype(dtype)))
+    found = [functools.reduce(operator.add, map(square, parts)) for parts in leaves]
     return jnp.stack(found) if found else jnp.zeros(0, dtype)
 
 
