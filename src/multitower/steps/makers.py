@@ -42,10 +42,9 @@ class Seen(NamedTuple):
     @classmethod
     def of(cls, parts: BatchParts, runner: Runner) -> "Seen":
         """Makes it of a batch that has been run; rows are on axis 0."""
-        numbers: tuple[list[int], list[int]] = ([], [])
-        for number, kind in enumerate(parts.split.kinds):
-            numbers[kind == 0].append(number)
-        shared, rows = map(tuple, numbers)
+        kinds = list(enumerate(parts.split.kinds))
+        shared = tuple(number for number, kind in kinds if kind != 0)
+        rows = tuple(number for number, kind in kinds if kind == 0)
         return cls(parts.split, shared, rows, parts.num_rows, runner)
 
     def parts(self, leaves: Sequence[Any]) -> BatchParts:

@@ -1,6 +1,6 @@
 """The metrics of a step: what a tower returns of them, and how they are put together."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -83,9 +83,8 @@ def join_metrics(sums: MetricSums, averaged: dict[int, Any], num_rows: jax.Array
     count = jnp.maximum(num_rows, 1)
     with jax.numpy_dtype_promotion("standard"):  # the count has 64 bits with jax_enable_x64
         exact = {number: total / count for number, total in sums.by_row.by_number.items()}
-    leaves: dict[int, Any] = {**averaged, **exact}
-    ordered: Sequence[Any] = [leaves[number] for number in range(len(leaves))]
-    metrics = jax.tree.unflatten(sums.by_row.treedef, ordered)
+    leaves = {**averaged, **exact}
+    metrics = sums.by_row.treedef.unflatten(leaves[number] for number in range(len(leaves)))
     weights = [[jnp.where(num_rows, one, 1) for one in ratio.weights] for ratio in sums.apart]
     return fill_ratios(metrics, list(map(join_ratio, sums.apart, weights)))
 
