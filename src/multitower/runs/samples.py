@@ -86,7 +86,7 @@ def sample_predictions(recipe: Recipe, state: TrainState, test: Any) -> list[Sam
     rows = jax.tree.map(lambda leaf: leaf[:_NUM_SCORED], test)
     extras = {"model_state": state.model_state} if takes(recipe.predict, "model_state") else {}
     # On one device, from host copies: the state may be split over several.
-    params, extras = jax.tree.map(whole_on_host, (_params_to_score(state), extras))
+    params, extras = params_on_host(state), jax.tree.map(whole_on_host, extras)
     logits = np.asarray(jax.jit(recipe.predict)(params, rows, **extras), np.float64)
     share = np.exp(logits - logits.max(-1, keepdims=True))
     share /= share.sum(-1, keepdims=True)
@@ -128,11 +128,8 @@ def sample_texts(recipe: Recipe, state: TrainState, test: Any) -> list[TextSampl
 
 def params_on_host(state: TrainState) -> Any:
     """The moving average or the parameters, in NumPy arrays; call it on every process."""
-    return jax.tree.map(whole_on_host, _params_to_score(state))
-
-
-def _params_to_score(state: TrainState) -> Any:
-    return state.params if state.ema_params is None else state.ema_params
+    params = state.params if state.ema_params is None else state.ema_params
+    return jax.tree.map(whole_on_host, params)
 
 
 def _has_images(batch: Any) -> bool:

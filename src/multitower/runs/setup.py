@@ -206,20 +206,19 @@ class RecipeJob:
 
     def facts(self) -> dict[str, Any]:
         """The part of a result that is known before the run: recipe, options, versions, host."""
-        placement = self.trainer.step.placement
-        about = self.recipe.about_data
+        step, about = self.trainer.step, self.recipe.about_data
         found = self.placement()
         facts: dict[str, Any] = {
             "recipe": self.recipe.name,
             "options": plain({**self.recipe.options, **(about() if about else {})}),
             "seed": self.options.seed,
             "batch_size": self.global_batch,
-            "towers": placement.num_towers,
+            "towers": step.placement.num_towers,
             "devices": len(found),
             "placement": found,
             "same_bits": self.options.towers is not None,
             "versions": provenance.versions(),
-            "host": provenance.host(placement.devices[0]),
+            "host": provenance.host(step.placement.devices[0]),
         }
         clip_norm = clip_norm_of(self.recipe, self.options)
         if clip_norm is not None:
@@ -234,15 +233,14 @@ class RecipeJob:
         if self.options.early_stopping is not None:
             facts["early_stopping"] = self.options.early_stopping
             facts["stopped"] = self.trainer.stopped
-        layout = self.trainer.step.layout
-        if layout is not None:
-            step, remat = self.trainer.step, self.options.remat
+        if (layout := step.layout) is not None:
+            remat = self.options.remat
             facts["pipeline"] = describe_pipeline(layout, step.segments, remat=remat)
         if are_several():
             facts["processes"] = jax.process_count()
         if (best := self.trainer.best) is not None:
-            step, scores = best
-            facts["best"] = {"step": step, **{name: for_json(x) for name, x in scores.items()}}
+            at, scores = best
+            facts["best"] = {"step": at, **{name: for_json(x) for name, x in scores.items()}}
         return facts
 
 
