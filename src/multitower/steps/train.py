@@ -255,14 +255,9 @@ def train_step(
     check_reduction(reduction)
     shards = check_shards(shard_update, shard_params, towers, stages, skip_nonfinite)
     cut = check_stages(stages, layout, interleave, remat, towers=towers, shard_update=shard_update)
-    alone = {
-        "shard_update": shard_update,
-        "shard_params": shard_params,
-        "stages": stages,
-    }
+    alone = {"shard_update": shard_update, "shard_params": shard_params, "stages": stages}
     local = check_local(sync_every, outer_optimizer, local_state, alone)
     loop = check_loop(steps_per_call, {"towers": towers, **alone}, is_local=local is not None)
-    alone["steps_per_call"] = steps_per_call
     if local is not None and loop is not None:
         local = local._replace(most=loop.most)
     turns = check_rotation(
@@ -274,18 +269,17 @@ def train_step(
             "momentum_correction": momentum_correction,
         },
         towers,
-        {**alone, "sync_every": sync_every},
+        {**alone, "steps_per_call": steps_per_call, "sync_every": sync_every},
     )
     extras = check_extra_metrics(extra_metrics, sync_every)
     dtype = check_compute_dtype(compute_dtype)
-    blocks = shard_update and towers is not None
     check_loss_scale(
         dtype,
         {
             "stages=": stages,
             "sync_every=": sync_every,
             "updates='asynchronous'": updates == "asynchronous",
-            "shard_update=True with towers=": blocks,
+            "shard_update=True with towers=": shard_update and towers is not None,
         },
     )
     loss = replace(LossFunction.of(loss_fn), compute_dtype=dtype)
