@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from multitower.engines.executable import Compiled, WholeNumbers, compile_for_each, signature
-from multitower.engines.same_bits import finish_function, scale_of, scale_shape
+from multitower.engines.same_bits import finish_function, scale_of
 from multitower.steps.job import make_job
 from multitower.steps.parts import Batches, StepParts
 from multitower.steps.rotation.options import RotationOptions
@@ -70,11 +70,9 @@ class RotationRunner:
         return parts.after(group, new, self._turns).state(state.maker), metrics
 
     def _program(self, given: Any) -> Compiled:
-        kept, used, total, _, staleness = given
-        key = signature((kept, used, total))
+        key = signature(given[:3])  # the scale and the staleness are numbers of one kind
         if key not in self._finishes:
-            shapes = (kept, used, total, scale_shape(), staleness)
-            (made,) = compile_for_each(self._finish, shapes, [self._turns.home], donate=(1,))
+            (made,) = compile_for_each(self._finish, given, [self._turns.home], donate=(1,))
             self._finishes[key] = made
         return self._finishes[key]
 
