@@ -54,12 +54,11 @@ class Verified(NamedTuple):
     def other_software(self) -> str | None:
         """What of the software that decides the bits differs here, in words; None if nothing."""
         now = versions()
-        pairs = [(name, self.versions.get(name, now[name]), now[name]) for name in _DECIDE_BITS]
+        differ = [one for one in _DECIDE_BITS if self.versions.get(one, now[one]) != now[one]]
         there, here = (
-            " and ".join(f"{pair[0]} {pair[side]}" for pair in pairs if pair[1] != pair[2])
-            for side in (1, 2)
+            " and ".join(f"{name} {of[name]}" for name in differ) for of in (self.versions, now)
         )
-        return f"made with {there}, and this is {here}" if there else None
+        return f"made with {there}, and this is {here}" if differ else None
 
     def settings_for(self, recipe: str, given: Mapping[str, str], path: Path) -> dict[str, str]:
         """The settings of a run to be compared: what is given must mean the same.
@@ -78,15 +77,15 @@ class Verified(NamedTuple):
         known = {name: merged[name] for name in merged.keys() & {*option_names(recipe), *given}}
         if (named := find_recipe(recipe, known).name) != self.recipe:
             raise RunError(f"{path} holds a run of {self.recipe}, and this is {named}.")
-        both = ({**self.settings, **data}, merged)
-        there, here = (find_recipe(recipe, settings).options for settings in both)
+        before = {**self.settings, **data}
+        there, here = (find_recipe(recipe, settings).options for settings in (before, merged))
         for name, value in given.items():
             if name != _PATH and there.get(name) != here.get(name):
                 raise RunError(
                     f"{path} holds a run with {name}={self.settings.get(name, 'its default')}, and "
                     f"this command has {name}={value}: leave it out, or compare with another run."
                 )
-        return {**self.settings, **data}
+        return before
 
     def options_for(self, given: Mapping[str, Any], path: Path, recipe: Recipe) -> RunOptions:
         """The options of a run to be compared: what is given must mean the same.
