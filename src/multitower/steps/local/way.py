@@ -118,9 +118,9 @@ class InLocalLoops(InLocal):
         refuse_other_towers(fields, self.placement)
         whole = fresh_on_all_devices(fields._replace(local=None), self.placement)
         leaves, treedef = jax.tree.flatten(fields.local)
-        is_there = [isinstance(leaf, jax.Array) for leaf in leaves]
-        pairs = zip(leaves, is_there, strict=True)
-        own = [own_copy(leaf) if there else host_leaf(leaf) for leaf, there in pairs]
+        own = [
+            own_copy(leaf) if isinstance(leaf, jax.Array) else host_leaf(leaf) for leaf in leaves
+        ]
         placed = copy_to(own, [self.placement.split] * len(own))
         whole = whole._replace(local=jax.tree.unflatten(treedef, placed))
         return LoopParts(whole, int(whole_on_host(whole.step))).state(maker)  # host-device sync
