@@ -76,10 +76,6 @@ class First(NamedTuple):
             blocks, head, homes, Trees.of(self.shapes()), layout.towers.spans_processes
         )
 
-    def parameter(self, i: int, device: jax.Device) -> jax.Array:
-        """A leaf of the parameters, whole on a device."""
-        return _made(jax.tree.leaves(self.fields.params)[i], device)
-
     def begin(self, params: Any) -> tuple[Any, Any]:
         """The first optimizer state and moving average."""
         return begin(self.step, params)
@@ -133,7 +129,8 @@ class _Beginning:
             self._compiled[stage] = self._compile(stage, own)
         needed, programs = self._compiled[stage]
         device = self._device(r, stage)
-        given = [own[i] if i in own else self._first.parameter(i, device) for i in needed]
+        leaves = jax.tree.leaves(self._first.fields.params)
+        given = [own[i] if i in own else _made(leaves[i], device) for i in needed]
         return programs[r](given)
 
     def _compile(self, stage: int, own: dict[int, Any]) -> tuple[list[int], list[Any]]:
