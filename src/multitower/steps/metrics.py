@@ -57,8 +57,9 @@ def sort_metrics(
     Returns:
         What is added up, and the leaves that are averaged over towers, by number.
     """
+    num_rows = rows[0].shape[0]
     plain, ratios = _taken(output, reduction)
-    apart = [sums_of(one, here, rows[0].shape[0]) for one in ratios]
+    apart = [sums_of(one, here, num_rows) for one in ratios]
     if reduction == "sum":
         apart.append(RatioSums([], [], share))
     metrics = jax.tree.map(wide, plain)
@@ -71,7 +72,6 @@ def sort_metrics(
     is_row = jax.tree.leaves({"loss": of_loss, **of_rest})
     leaves, treedef = jax.tree.flatten(metrics)
     counted = {i: row_sum(leaf, here) for i, leaf in enumerate(leaves) if is_row[i]}
-    num_rows = rows[0].shape[0]
     averaged = {i: weigh(leaf, here, num_rows) for i, leaf in enumerate(leaves) if not is_row[i]}
     return MetricSums(Leaves(counted, treedef), apart), averaged
 
