@@ -1,9 +1,6 @@
 """A way to keep a training state: every tower has its own, and they meet now and then."""
 
-from typing import Any
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from multitower.errors import StateError
@@ -23,12 +20,11 @@ from multitower.steps.local.state import (
 )
 from multitower.steps.parts import Batches, StepParts
 from multitower.steps.runner import fresh_on_all_devices, own_copy
-from multitower.steps.state.changes import Changes
+from multitower.steps.state.changes import Changes, repeated
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.kept import KeptState
 from multitower.steps.way import Runner, Way
 from multitower.towers.global_arrays import host_leaf
-from multitower.towers.leaves import is_key
 from multitower.towers.placement import Placement
 from multitower.towers.split import copy_to
 from multitower.towers.surroundings import refuse_disabled_jit, refuse_traced
@@ -126,8 +122,5 @@ class InLocalLoops(InLocal):
         return LoopParts(whole, int(whole_on_host(whole.step))).state(maker)  # host-device sync
 
     def _begin(self, fields: Fields, own: Own, maker: object) -> KeptState:
-        def for_each(leaf: Any) -> Any:
-            stack = jnp.stack if is_key(leaf) else np.stack
-            return stack([host_leaf(leaf)] * self.placement.num_towers)
-
-        return self._go_on(fields._replace(local=jax.tree.map(for_each, own)), maker)
+        local = jax.tree.map(lambda leaf: repeated(leaf, self.placement.num_towers), own)
+        return self._go_on(fields._replace(local=local), maker)

@@ -77,22 +77,23 @@ def in_every_tower(fields: Fields, left: Mapping[str, Shown]) -> Fields:
     local = fields.local
     if not hasattr(local, "num_rows"):
         return fields
+    num_towers = len(local.num_rows)
     for name, shown in left.items():
         leaves, treedef = jax.tree.flatten(getattr(fields, name))
         own, own_treedef = jax.tree.flatten(getattr(local, name))
         if not treedef == shown.treedef == own_treedef:
             continue  # of another model, which a step refuses
         trios = zip(shown.leaves, leaves, own, strict=True)
-        own = [kept if new is old else _repeated(new, local.num_rows) for old, new, kept in trios]
+        own = [kept if new is old else repeated(new, num_towers) for old, new, kept in trios]
         local = local._replace(**{name: jax.tree.unflatten(treedef, own)})
     return fields._replace(local=local)
 
 
-def _repeated(leaf: Any, towers: Any) -> Any:
-    """A leaf once for every entry of `towers`, along a new first axis; mostly on the host."""
+def repeated(leaf: Any, count: int) -> Any:
+    """A leaf `count` times, along a new first axis; on the host, unless it is a key."""
     if is_key(leaf) or is_traced(leaf):  # traced: the state is changed inside jax.jit
-        return jnp.stack([leaf] * len(towers))
-    return np.broadcast_to(whole_on_host(leaf), (len(towers), *np.shape(leaf)))
+        return jnp.stack([leaf] * count)
+    return np.broadcast_to(whole_on_host(leaf), (count, *np.shape(leaf)))
 
 
 def _like(old: Any, new: Any, where: str) -> jax.Array:
