@@ -981,6 +981,13 @@ WRONG = {
         mt.OutputError,
         r"state.model_state is float32\[3\] and would become bfloat16\[3\]",
     ),
+    "model_state of fewer axes": (
+        lambda: step(
+            lambda w, x, *, model_state: (losses(w, x), {}, 1.0), extras=dict(model_state=W)
+        ),
+        mt.OutputError,
+        r"would become float32\[\] in the update. Keep both: return an array of the shape that",
+    ),
     "model_state with the rows of a tower": (
         lambda: step(
             lambda w, x, *, model_state: (losses(w, x), {}, x),

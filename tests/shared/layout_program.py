@@ -267,6 +267,7 @@ def shards(devices=None):
         state = jax.tree.unflatten(jax.tree.structure(state), copies)
         state, _ = step(state, rows[:5])
         check_replicas(state)
+        check_replicas(state.replace(step=np.array(2, np.int32)))  # only that is on the hosts
         state.ema_params["in"] = params["in"]
         state, metrics = step(state, rows)
         kept = [state.params["in"], state.opt_state[0].nu["in"], state.ema_params["in"]]

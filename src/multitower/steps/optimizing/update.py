@@ -169,7 +169,9 @@ def check_same_types(old: Fields, new: Fields) -> Fields:
     for (path, before), after in zip(flat, jax.tree.leaves(new), strict=True):
         if before.shape != after.shape or before.dtype != after.dtype:
             remedy = "cast in the loss (model state) or give the optimizer the matching dtype."
-            if before.shape != after.shape:
+            if len(before.shape) > len(after.shape):
+                remedy = "return an array of the shape that was given."
+            elif before.shape != after.shape:
                 remedy = (
                     "in the loss the batch has the rows of one tower, and mt.all_rows(x) has those "
                     "of all towers. A state of the rows themselves is returned as aux of "
