@@ -90,6 +90,8 @@ WRONG = {
     "labels beside its own number": lambda w, x: (x * w)[numbers(x), numbers(x) // 3],
     "a column by the place": lambda w, x: x.at[numbers(x), np.arange(len(x)) // 3].mul(2.0) @ w,
     "backwards beside its own": lambda w, x: (x * w)[numbers(x), len(x) - numbers(x)],
+    "groups by bits that are cut": lambda w, x: losses(w, x) * (numbers(x) & 7),
+    "in groups of many": lambda w, x: losses(w, x) * (numbers(x) // 100000 // 100000 % 7),
     "pairs in groups that are cut": lambda w, x: losses(w, x) * (jnp.arange(len(x)) // 2 % 4),
 }  # fmt: skip
 
@@ -178,6 +180,16 @@ RIGHT = {
     "put in its place": lambda w, x: written(x, lambda i, o: o.at[i].set(losses(w, x[i]))),
     "segments": in_segments,
     "labels in groups": lambda w, x: (x * w)[numbers(x), numbers(x) % 2],
+    "labels of neighbours by bits": lambda w, x: (x * w)[numbers(x), numbers(x) & 1],
+    "pairs in groups, by bits": lambda w, x: losses(w, x) * ((numbers(x) & 3) % 2),
+    "one place for all": lambda w, x: losses(w, x) * (numbers(x) * 0 + 2),
+    "within fours": lambda w, x: losses(w, x) * ((numbers(x) - numbers(x) // 4 * 4) % 2),
+    "entries of a row": lambda w, x: (
+        losses(w, x)[:, None] * ((numbers(x)[:, None] * 6 + jnp.arange(6)) // 3 % 2)
+    ).mean(1),
+    "no entries": lambda w, x: losses(w, x) + jnp.stack(
+        [jnp.ones((len(x), 0)), jnp.zeros((len(x), 0))]
+    ).reshape(len(x), 2, 0).sum((1, 2)),
     "pairs, tiled": lambda w, x: losses(w, x) * jnp.tile(w[:2], len(x) // 2),
     "pairs in groups": lambda w, x: losses(w, x) * (jnp.arange(len(x)) // 2 % 2),
     "halves that are equal": lambda w, x: losses(w, x) * jnp.stack(

@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from multitower.checks.equations import is_empty
 from multitower.checks.reading import operations
 from multitower.checks.reading.along_rows import works_along_rows
+from multitower.checks.reading.counts import is_zero
 from multitower.checks.reading.flow import Flow, Word
 from multitower.checks.reading.loops import Reader
 
@@ -32,8 +34,9 @@ def placed(equation: Any, word: Word, inputs: Sequence[Flow], reader: Reader) ->
         or _counts_on(equation, inputs, reader)
     ):
         return reader.where(equation)
-    if name in operations.DRAWS or _is_among_neighbours(equation, inputs, reader):
-        return None  # the seed of random numbers, or i % 2
+    is_gone = name == "mul" and any(map(is_zero, inputs))
+    if is_gone or name in operations.DRAWS or _is_among_neighbours(equation, inputs, reader):
+        return None  # i * 0, the seed of random numbers, or i % 2
     # Integers of a state are those of tower 0, which this tower chooses by its number.
     values = inputs[1:] if name == "select_n" else inputs
     if word == "free" and any(flow.varies for flow in values):
@@ -52,16 +55,23 @@ def placed(equation: Any, word: Word, inputs: Sequence[Flow], reader: Reader) ->
 
 def _is_among_neighbours(equation: Any, inputs: Sequence[Flow], reader: Reader) -> bool:
     """Whether it is a place in a group of rows that is the same in the tower and in the batch."""
-    if equation.primitive.name != "rem":
+    name, out = equation.primitive.name, equation.outvars[0]
+    if name not in ("rem", "and") or out.aval.dtype == bool:
         return False
-    size, (out,) = inputs[1].value, equation.outvars
-    sizes = np.ravel(0 if size is None else size) * inputs[0].each
-    if not sizes.all():
+    size = inputs[1].value
+    sizes = [0] if size is None else np.ravel(size).tolist()
+    if name == "and":  # i & 3 is i % 4
+        if any(number <= 0 or number & (number + 1) for number in sizes):
+            return False
+        sizes = [number + 1 for number in sizes]
+    if not all(sizes):
         return True  # it is not known
-    if (sizes == reader.num_rows).any():
+    if reader.num_rows in sizes:
         return False
+    groups = [number * inputs[0].each for number in sizes]
     times = [out.aval.shape[axis] // reader.num_rows for axis in reader.row_axes(out)]
-    return all((number * reader.real_rows % sizes == 0).all() for number in times or [1])
+    rows = [number * reader.real_rows for number in times or [1]]
+    return all(number % group == 0 for number in rows for group in groups)
 
 
 def _makes_places(equation: Any, reader: Reader) -> bool:
@@ -79,7 +89,7 @@ def _lays_out_places(equation: Any, inputs: Sequence[Flow], reader: Reader) -> b
     Groups that are whole in a real tower may differ inside, as in `jnp.tile(weights, len(x) // 2)`;
     so may what is there once for all rows and then again, `jnp.repeat(weights, len(x))`.
     """
-    if equation.primitive.name != "reshape":
+    if equation.primitive.name != "reshape" or is_empty(equation.outvars[0]):
         return False
     before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     for axis in reader.row_axes(equation.outvars[0]):

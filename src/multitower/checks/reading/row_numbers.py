@@ -58,13 +58,17 @@ def place_beside_number(equation: Any, inputs: list[Flow]) -> str | None:
 
 def rows_of_each(equation: Any, inputs: list[Flow]) -> int:
     """How many rows have the same number in a result that is made of their numbers: 4 in i // 4."""
-    each = max((flow.each for flow in inputs), default=1)
-    if equation.primitive.name != "div" or not inputs[0].is_index:
-        return each
-    by = inputs[1].value
-    if by is None or np.ndim(by) or not (by > 0 and float(by).is_integer()):
-        return each
-    return each * int(by)
+    name = equation.primitive.name
+    if name == "div":
+        number, by = inputs[0], inputs[1].value
+        is_step = number.is_number or number.each > 1  # 2 * i // 4 changes with every second row
+        if by is None or np.ndim(by) or np.iscomplexobj(by) or not is_step:
+            return 1
+        return number.each * int(by) if by > 0 and float(by).is_integer() else 1
+    if name not in (*operations.SAME_NUMBERS, "add", "sub", "select_n"):
+        return 1
+    values = inputs[1:] if name == "select_n" else inputs
+    return min((flow.each for flow in values if flow.placed), default=1)
 
 
 def _is_moved(name: str, inputs: list[Flow], num_rows: int) -> bool:
