@@ -182,6 +182,9 @@ RIGHT = {
     "labels in groups": lambda w, x: (x * w)[numbers(x), numbers(x) % 2],
     "labels of neighbours by bits": lambda w, x: (x * w)[numbers(x), numbers(x) & 1],
     "pairs in groups, by bits": lambda w, x: losses(w, x) * ((numbers(x) & 3) % 2),
+    "of a small dtype": lambda w, x: losses(w, x) * (
+        (jnp.arange(len(x), dtype=jnp.int8) + jnp.int8(1)) % jnp.int8(2)
+    ),
     "one place for all": lambda w, x: losses(w, x) * (numbers(x) * 0 + 2),
     "within fours": lambda w, x: losses(w, x) * ((numbers(x) - numbers(x) // 4 * 4) % 2),
     "entries of a row": lambda w, x: (

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from multitower.checks.problems import (
     ADDED,
@@ -286,7 +287,7 @@ class Results(NamedTuple):
         flow = one.flow
         if one.ndim or flow.word != "free" or flow.varies or flow.is_drawn or flow.placed:
             return False
-        return flow.value is None or bool(flow.value % self.num_rows)
+        return flow.value is None or bool(float(np.real(flow.value)) % self.num_rows)
 
 
 def _name(path: tuple[Any, ...]) -> str:

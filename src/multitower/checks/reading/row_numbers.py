@@ -22,7 +22,7 @@ def is_index(equation: Any, inputs: list[Flow], num_rows: int, real_rows: int) -
         return is_number(equation, inputs, num_rows)
     of_rows = [flow.is_index for flow in inputs]
     # (i + 1) % n is the row after, and n - 1 - i the one at the other end.
-    is_next = name == "rem" and of_rows[0] and inputs[1].value == num_rows
+    is_next = name == "rem" and of_rows[0] and _number(inputs[1]) == num_rows
     is_backwards = name in ("neg", "rev") or (name == "sub" and of_rows == [False, True])
     # i ^ 1 is the neighbour in a pair of rows, which an odd number of rows cuts.
     is_cut = name == "xor" and real_rows % 2 == 1
@@ -60,11 +60,10 @@ def rows_of_each(equation: Any, inputs: list[Flow]) -> int:
     """How many rows have the same number in a result that is made of their numbers: 4 in i // 4."""
     name = equation.primitive.name
     if name == "div":
-        number, by = inputs[0], inputs[1].value
+        number, by = inputs[0], _number(inputs[1])
         is_step = number.is_number or number.each > 1  # 2 * i // 4 changes with every second row
-        if by is None or np.ndim(by) or np.iscomplexobj(by) or not is_step:
-            return 1
-        return number.each * int(by) if by > 0 and float(by).is_integer() else 1
+        is_whole = by is not None and by > 0 and by.is_integer()
+        return number.each * int(by) if by is not None and is_step and is_whole else 1
     if name not in (*operations.SAME_NUMBERS, "add", "sub", "select_n"):
         return 1
     values = inputs[1:] if name == "select_n" else inputs
@@ -81,6 +80,12 @@ def _is_moved(name: str, inputs: list[Flow], num_rows: int) -> bool:
 def _is_plus_rows(inputs: list[Flow], num_rows: int) -> bool:
     """Whether it is i + n, Python's -1 for the last row, which jnp adds to every index."""
     number, by = sorted(inputs, key=lambda flow: not flow.is_number)
-    if by.value is None or np.ndim(by.value):
-        return False
-    return number.is_number and by.value % num_rows == 0
+    plus = _number(by)
+    return number.is_number and plus is not None and plus % num_rows == 0
+
+
+def _number(flow: Flow) -> float | None:
+    """A constant that is a number, as a float, since an int8 is compared with no larger number."""
+    if flow.value is None or np.ndim(flow.value):
+        return None
+    return float(np.real(flow.value))
