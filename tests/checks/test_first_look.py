@@ -251,10 +251,8 @@ def test_towers_that_meet_after_their_rows_were_mixed_are_told(loss, is_right):
         look_at(mt.grad(lambda w, x: (losses(w, x), loss(w, x)), has_aux=True, devices=2), X)
 
 
-@pytest.mark.parametrize(
-    ("impl", "is_told"),
-    [("rbg", True), pytest.param("threefry2x32", False, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("impl", "is_told"), [("rbg", True), ("threefry2x32", False)])
 def test_keys_of_rows_that_are_drawn_from_together(impl, is_told):
     """Lie: a row's key makes its numbers. JAX draws for all rows of a tower from its first key."""
 
@@ -1865,6 +1863,7 @@ class OfMasked(nnx.Module):
         return x
 
 
+@pytest.mark.slow
 def test_states_of_one_module_are_named_once():
     """A mean of the rows that a mask leaves is a quotient, of four leaves by the same line."""
     loss = lambda model, x, mask: model(x, mask[:, None]).mean(1) ** 2

@@ -92,7 +92,13 @@ def found(monkeypatch):
     return numbers
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in ("blocks", "local") else [])
+        for name in WAYS
+    ],
+)
 def test_no_program_has_a_large_constant_and_numbers_are_those_of_numpy(name, found):
     # The lie: a program without the arrays, with one in the other's place, or with the array that
     # NumPy's owner has written into since.

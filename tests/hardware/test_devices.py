@@ -38,6 +38,7 @@ for name, value in limits.items():
 """
 
 
+@pytest.mark.slow
 def test_trap_limits_set_too_late_are_an_error():
     """Trap (jax#5555): JAX takes 75 % of every GPU although a limit was set, too late."""
     said = run_fork("-c", AFTER_THE_START)

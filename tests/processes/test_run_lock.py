@@ -81,6 +81,7 @@ def test_another_thread_is_another_run(tmp_path):
     assert "another run trains" in said[0]
 
 
+@pytest.mark.slow
 def test_a_system_without_file_locks_trains(tmp_path):
     """Lie: `import multitower` fails on Windows, where Python has no fcntl and cannot fork."""
     run_python("-c", WITHOUT_LOCKS, str(tmp_path))

@@ -292,7 +292,7 @@ def of_towers(params, batch):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"init": with_values},
+        pytest.param({"init": with_values}, marks=pytest.mark.slow),
         {"data": lambda: DataSets(load().train, {**load().test, "scale": 1.0}), "metrics": scaled},
         {"metrics": of_towers},
     ],

@@ -191,6 +191,7 @@ def test_state_that_is_no_block_of_a_parameters_state_is_named():
         first(make(optimizer=optimizer, shard_update=True))
 
 
+@pytest.mark.slow
 def test_an_optimizer_may_keep_a_typed_key():
     """Lies: a state that cannot be read, a key of one tower that another tower overwrites."""
 

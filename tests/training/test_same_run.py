@@ -70,6 +70,7 @@ print(json.dumps(describe_run(optax.adam(0.1), np.float32(0), {})))
 """
 
 
+@pytest.mark.slow
 def test_a_run_of_a_terminal_is_the_same_in_a_script():
     # The lie: the text of a program has no colours, which JAX adds for a terminal.
     assert importlib.util.find_spec("colorama"), "without it there are no colours"

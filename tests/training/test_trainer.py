@@ -107,6 +107,7 @@ def test_a_handler_that_python_did_not_install_stays(monkeypatch):
         assert caught == []
 
 
+@pytest.mark.slow
 def test_a_worker_that_a_loader_forked_can_be_stopped():
     """Lie: it notes the signal as the run does, and the loader waits for its end for ever."""
     child = """

@@ -101,7 +101,8 @@ def in_pairs(w, batch):
     return ((z[0::2] - z[1::2]) ** 2).mean()
 
 
-@pytest.mark.parametrize("fn", [in_groups, pytest.param(in_pairs, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fn", [in_groups, in_pairs])
 def test_rows_that_belong_to_their_neighbours_are_not_taken_apart(fn):
     # The lie: rows are tried in another order, and groups that are whole in every tower are not.
     check = check_parallel(fn, W, BATCH, towers=2)

@@ -117,7 +117,11 @@ def test_a_state_that_is_read_inside_jit_stays_whole(two):
     assert mt.fingerprint(new) == mt.fingerprint(step(other, ROWS[1])[0])
 
 
-@pytest.mark.parametrize("options", [{}, {"sync_every": 2}, {"updates": "asynchronous"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"sync_every": 2}, marks=pytest.mark.slow), {"updates": "asynchronous"}],
+    ids=str,
+)
 def test_a_state_with_keys_is_read_inside_jit(options):
     """Lie: it can be read there, as long as it holds no typed key."""
 
@@ -258,11 +262,8 @@ def trees_in(parts):
     return [parts.home.params, parts.home.opt_state, parts.home.ema_params, *versions]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param({"sync_every": 2}, marks=pytest.mark.slow), {"updates": "asynchronous"}],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"sync_every": 2}, {"updates": "asynchronous"}], ids=str)
 def test_towers_apart_travel_in_few_arrays_and_nobody_can_tell(options, monkeypatch):
     """Lie: leaves of another tower's vector, or a neighbour's place in it for what is written."""
     step, state = start(2, **options)
