@@ -19,8 +19,8 @@ _FOLDS = {"dimensions", "window_dimensions"}
 _HIGH = "_prim"
 # Enough for the numbers that a loss is divided by.
 _SMALL = 16
-# They do not change numbers; one that stands for an array of equal elements is that of any shape.
-_IDENTITIES = ("convert_element_type", "copy", "reshape", "reshard", "squeeze", "stop_gradient")
+# They do not change a value; a number that stands for equal elements is one in any shape.
+SAME = {"convert_element_type", "copy", "reshape", "squeeze", "stop_gradient"}
 _ARITHMETIC: Mapping[str, Callable[..., Any]] = {
     "add": np.add,
     "sub": np.subtract,
@@ -48,7 +48,7 @@ _ARITHMETIC: Mapping[str, Callable[..., Any]] = {
     "ne": np.not_equal,
     "reduce_prod": np.prod,
     "reduce_sum": np.sum,
-    **dict.fromkeys(_IDENTITIES, np.asarray),
+    **dict.fromkeys((*SAME, "reshard"), np.asarray),
     "broadcast_in_dim": lambda value, *_: value if np.ndim(value) == 0 else np.empty((0, 0, 0)),
     "select_n": lambda which, *cases: np.choose(which, cases),
 }

@@ -1,5 +1,7 @@
 """Operations of JAX, by name: what each does with rows, with sums over rows, and with numbers."""
 
+from multitower.checks.equations import SAME
+
 # They sum over rows.
 SUMS = {
     "reduce_sum", "dot_general", "conv_general_dilated", "add_any", "psum", "psum_invariant",
@@ -28,8 +30,7 @@ CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 
 # Each result of theirs is one of their inputs.
 HANDS_ON = {"name", "device_put", "optimization_barrier"}
-# They do not change a value. The rest of the second set makes copies of its numbers.
-SAME = {"convert_element_type", "copy", "reshape", "squeeze", "stop_gradient"}
+# What does not change a value, and what makes copies of its numbers.
 SAME_NUMBERS = {*SAME, "broadcast_in_dim", "expand_dims"}
 
 # The call of a function with a backward rule of its own.

@@ -144,9 +144,10 @@ def _counts_on(equation: Any, inputs: Sequence[Flow], reader: Reader) -> bool:
 
     So does `seen + x.size`, or `seen.at[0].add(len(x))`.
     """
-    if equation.primitive.name in ("scatter-add", "scatter-sub"):
-        inputs = [inputs[0], inputs[2]]
-    elif equation.primitive.name not in ("add", "sub"):
+    name = equation.primitive.name
+    if name in ("scatter-add", "scatter-sub"):
+        inputs = [inputs[n] for n in operations.FINDS[name]]
+    elif name not in ("add", "sub"):
         return False
     others = [flow for flow in inputs if not _is_count(flow, reader)]
     is_number = lambda flow: flow.is_steady and not (flow.varies or flow.is_drawn)
