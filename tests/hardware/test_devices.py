@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import multitower as mt
+from multitower.hardware import configuration
 from multitower.hardware.configuration import CPU_THREADS, warn_if_threads_are_few
 from multitower.towers.placement import _warn_of_several_kinds
 from processes import run_fork, run_python
@@ -128,6 +129,17 @@ def test_trap_devices_set_by_hand_with_too_few_threads_warn_once():
     assert "simulated_devices=8" in few
     assert "NPROC=32" in few
     assert run_python("-c", SET_BY_HAND, **by_hand, NPROC="16") == "[]\n"
+
+
+def test_the_threads_of_many_devices_are_those_that_they_get(monkeypatch):
+    """Lie: configure(simulated_devices=24) makes NPROC 32, and 24 devices work with it."""
+    monkeypatch.setattr(configuration, "_applied", {})
+    monkeypatch.setenv("NPROC", "48")
+    with pytest.warns(mt.MultitowerWarning, match=r"24 devices need 48.*NPROC=48 XLA_FLAGS="):
+        configuration.warn_if_bits_depend_on_threads(3 * jax.devices())
+    monkeypatch.setenv("NPROC", "32")
+    with pytest.warns(mt.MultitowerWarning, match="start Python with NPROC=48"):
+        configuration.warn_if_threads_are_few(3 * jax.devices())
 
 
 def test_devices_by_number_name_and_list():

@@ -135,12 +135,22 @@ def warn_if_bits_depend_on_threads(found: Sequence[jax.Device]) -> None:
     """Warns, once, if the bits of a run on CPUs depend on the value of `NPROC` in this process."""
     if found[0].platform != "cpu" or os.environ.get("NPROC") == str(CPU_THREADS):
         return
+    threads = _threads_for(len(found))
+    advice = (
+        f"mt.configure(simulated_devices={len(found)}), before JAX starts, makes it {threads} in "
+        f"all of them; so does starting Python with NPROC={threads}."
+    )
+    if threads > CPU_THREADS:
+        advice = (
+            f"{len(found)} devices need {threads}. To compare bits with a run on fewer devices, "
+            f"start that one with NPROC={threads} XLA_FLAGS=--xla_force_host_platform_device_count="
+            "8, for 8 devices, and without mt.configure."
+        )
     _warn_once(
         "bits",
-        f"the last bits of XLA's CPU kernels depend on the size of its thread pool, and NPROC is "
+        "the last bits of XLA's CPU kernels depend on the size of its thread pool, and NPROC is "
         f"{os.environ.get('NPROC', 'not set')}: the same bits come only from processes with the "
-        f"same one. mt.configure(simulated_devices={len(found)}), before JAX starts, makes it "
-        f"{CPU_THREADS} in all of them; so does starting Python with NPROC={CPU_THREADS}.",
+        f"same one. {advice}",
     )
 
 
@@ -155,8 +165,14 @@ def warn_if_threads_are_few(found: Sequence[jax.Device]) -> None:
         "threads",
         f"{num_cpu} CPU devices share a pool of {threads} threads: XLA's collectives can dead-lock "
         "('may be stuck', then an abort). Set them up with "
-        f"mt.configure(simulated_devices={num_cpu}), or start Python with NPROC={CPU_THREADS}.",
+        f"mt.configure(simulated_devices={num_cpu}), or start Python with "
+        f"NPROC={_threads_for(num_cpu)}.",
     )
+
+
+def _threads_for(num_devices: int) -> int:
+    """The value of `NPROC` for so many CPU devices: one for all, as long as threads suffice."""
+    return max(CPU_THREADS, _THREADS_PER_DEVICE * num_devices)
 
 
 def uses_onednn() -> bool:
@@ -219,7 +235,7 @@ def _simulate(count: int) -> None:
     flags = _DEVICE_COUNT_FLAG.sub("", os.environ.get("XLA_FLAGS", "")).strip()
     if "XLA_FLAGS" in os.environ:
         os.environ["XLA_FLAGS"] = flags
-    os.environ["NPROC"] = str(max(CPU_THREADS, _THREADS_PER_DEVICE * count))
+    os.environ["NPROC"] = str(_threads_for(count))
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
 

@@ -185,9 +185,9 @@ class Updates:
         """The new leaves of the optimizer's state that belong to no stage."""
         if not rest[0]:
             return {}
-        segment = self._whole.of_stage(SHARED)
 
         def program(shared: Any, scalars: Any) -> dict[int, Any]:
+            segment = self._whole.of_stage(SHARED)
             known = self._whole.named(SHARED, ({}, {}, ({}, {})), (shared, self._ordered(scalars)))
             found = segment([known[number] for number in segment.inputs])
             return dict(zip(self._whole.homes.opt_state_of(SHARED), found, strict=True))
