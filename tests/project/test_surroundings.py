@@ -97,6 +97,45 @@ def test_shardings_inside_a_loss(how):
         mt.check_parallel(apart, 1.0, X)
 
 
+def explicit_mesh():
+    return jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+
+
+def test_a_reshard_inside_a_loss():
+    """Lie: "enter your jit into a mesh context", which multitower then refuses."""
+    apart = jax.NamedSharding(explicit_mesh(), jax.P("data"))
+    loss_of = lambda w, x: jax.sharding.reshard(loss(w, x), apart)
+    meets_others = lambda w, x: loss(w, jax.sharding.reshard(x, apart))
+    said = {
+        loss_of: r"^reshard .*on several devices, and a tower",
+        meets_others: r"by jax.sharding.reshard, leave that out|^reshard .* a tower runs on one",
+    }
+    for resharded, words in said.items():
+        for call in (mt.grad(resharded, devices=2), mt.grad(resharded, devices=1, towers=2)):
+            with pytest.raises(mt.ArgumentError, match=words):
+                call(1.0, X[:4])
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        lambda x: jax.lax.with_sharding_constraint(x, jax.P("data")),
+        lambda x: jnp.einsum("b,b->b", x, x, out_sharding=jax.P("data")),
+        lambda x: jax.lax.with_sharding_constraint(
+            x, jax.NamedSharding(explicit_mesh(), jax.P("data"))
+        ),
+    ],
+    ids=["a spec", "out_sharding", "explicit axes"],
+)
+def test_shardings_that_jax_refuses_inside_a_loss(put):
+    """Lie: "use jax.set_mesh", or that it were a matter of the number of rows."""
+    call = mt.grad(lambda w, x: loss(w, put(x)), devices=2)
+    with pytest.raises((RuntimeError, ValueError)) as told:
+        call(1.0, X[:4])
+    notes = [note for note in told.value.__notes__ if "multitower" in note]
+    assert [note[:48] for note in notes] == ["multitower puts rows on devices itself, and a to"]
+
+
 def test_a_call_in_place_of_pmap():
     """Lie: that the user has called jax.set_mesh."""
     with pytest.raises(mt.ConfigurationError, match=r"inside jax.pmap or jax.shard_map.*neither"):

@@ -32,13 +32,15 @@ PASS_IT = (
 )
 _ON_EXPLICIT_AXES = (
     "the function uses an array on a mesh with explicit axes, as jax.make_mesh makes them, that is "
-    f"no argument of it: JAX refuses that. {PASS_IT}"
+    f"no argument of it: JAX refuses that. {PASS_IT} If the function itself puts it there, by "
+    "jax.sharding.reshard, leave that out: multitower puts rows on devices itself."
 )
 # What JAX says if such an array meets others.
 _MESHES_DIFFER = "Mesh for all inputs should be equal"
 # Parameters of operations that may put arrays on several devices: meshes, and shardings of meshes.
 _PLACES = {
     "sharding_constraint": ["sharding"],
+    "reshard": ["dst_sharding"],
     "device_put": ["devices"],
     "shard_map": ["mesh"],
     "jit": ["in_shardings", "out_shardings"],

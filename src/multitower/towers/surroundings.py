@@ -31,23 +31,25 @@ def inside_a_tower(tower_rows: int) -> Generator[None]:
             f'{_OWN[0]}". Write that, or drop the axis.'
         ) from error
     except Exception as error:
-        if isinstance(error, _NEEDS_A_VALUE) or "concrete values" in str(error):
-            note = _OF_A_TRACED_VALUE
-        elif isinstance(error, jax.errors.UnexpectedTracerError):
-            note = KEEPS_VALUES
-        elif "PRNG key data" in str(error):
-            note = _OF_A_KEY
-        elif type(error).__name__ == "TraceContextError":  # of Flax NNX, which is not imported
-            note = _OF_A_MODULE
-        elif any(part in str(error) for part in _NAMES_A_RATIO):
-            note = _OF_A_RATIO
-        elif _is_of_arguments(error):
-            note = _OF_ARGUMENTS
-        else:
-            note = _OF_ROWS.format(tower_rows)
+        note = _note_of(error, tower_rows)
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
         raise
+
+
+def _note_of(error: Exception, tower_rows: int) -> str:
+    """What a user should know of an error of JAX or Python in a function of theirs."""
+    said = str(error)
+    notes = (
+        (isinstance(error, _NEEDS_A_VALUE) or "concrete values" in said, _OF_A_TRACED_VALUE),
+        (isinstance(error, jax.errors.UnexpectedTracerError), KEEPS_VALUES),
+        ("PRNG key data" in said, _OF_A_KEY),
+        (type(error).__name__ == "TraceContextError", _OF_A_MODULE),  # Flax's: it is not imported
+        (any(part in said for part in _NAMES_A_RATIO), _OF_A_RATIO),
+        (_is_of_arguments(error), _OF_ARGUMENTS),
+        (any(part in said for part in _NAMES_A_MESH), _OF_A_MESH),
+    )
+    return next((note for holds, note in notes if holds), _OF_ROWS.format(tower_rows))
 
 
 def _is_of_arguments(error: Exception) -> bool:
@@ -211,8 +213,20 @@ _OF_ROWS = (
     "written into the function, or more of them than a tower has (reshape, top_k), fails here: "
     "take it from the argument, x.shape[0], or use fewer towers. So does a state with one entry "
     "per row of the batch, such as an RNN's carry: make it an argument of mt.value_and_grad, and "
-    "return it in aux. Of parameters with one entry per row take weights[mt.row_index(x)]. Leave "
-    "out shardings of the rows (jax.shard_map, jax.sharding.reshard): a tower is on one device."
+    "return it in aux. Of parameters with one entry per row take weights[mt.row_index(x)]."
+)
+_NAMES_A_MESH = (
+    "AbstractMesh",
+    "NamedSharding",
+    "PartitionSpec",
+    "set_mesh",
+    "shard_map",
+    "with_sharding_constraint",
+)
+_OF_A_MESH = (
+    "multitower puts rows on devices itself, and a tower is on one of them. Leave meshes and "
+    "shardings out of this function: jax.set_mesh, shard_map, with_sharding_constraint, reshard, "
+    "out_sharding=. To split parameters, too, write mt.train_step(shard_params=True)."
 )
 _PLAIN = {
     "grad": "jax.grad",
