@@ -110,6 +110,22 @@ def test_state_that_never_changes_is_where_its_parameter_is():
     assert mt.fingerprint(one) == mt.fingerprint(state)
 
 
+def _size(params):
+    return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("loss", "params"), [(losses, WEIGHTS), (scanned, STACKED)])
+def test_a_number_of_all_first_parameters_belongs_to_no_stage(loss, params):
+    # The lie: it is made of the parameters of one stage.
+    scaled = optax.GradientTransformation(
+        _size, lambda gradients, size, _: (jax.tree.map(lambda g: g / size, gradients), size)
+    )
+    state, _ = check(loss, optax.chain(scaled, optax.sgd(1.0)), params, X[:2])
+    np.testing.assert_allclose(state.opt_state[0], _size(params), rtol=1e-5)
+    assert set(state.kept.parts().head.opt_state) == {0}
+
+
 @pytest.mark.slow
 def test_a_rate_of_one_stage_alone_is_used_as_written_there():
     # The lie: a rate that never changes and that one group has, left at its first value.
