@@ -193,7 +193,7 @@ def test_devices_in_errors_have_the_names_that_are_accepted(monkeypatch):
 
 STEPS_WITHOUT_A_SYNC = """
 import sys
-num_devices, num_steps = map(int, sys.argv[1:])
+num_devices, num_steps, *towers_too = map(int, sys.argv[1:])
 import multitower as mt
 mt.configure(simulated_devices=num_devices)
 import jax, numpy as np, optax
@@ -203,7 +203,7 @@ def losses(params, batch):
 
 rng = np.random.default_rng(0)
 batch = {"x": rng.normal(size=(64, 8)).astype("f"), "y": rng.normal(size=64).astype("f")}
-for towers in (None, num_devices):
+for towers in (None, *towers_too):
     step = mt.train_step(losses, optax.sgd(1e-3), towers=towers)
     state = step.init({"w": np.zeros(8, "f")})
     placed = mt.shard(batch, towers=towers)
@@ -224,9 +224,11 @@ def test_trap_simulated_devices_never_dead_lock():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_devices", "num_steps"), [(2, 1000), (16, 400)])
+@pytest.mark.parametrize(("num_devices", "num_steps"), [(2, 1000), (8, 300), (16, 400)])
 def test_trap_many_steps_without_a_host_sync_never_dead_lock(num_devices, num_steps):
-    run_fork("-c", STEPS_WITHOUT_A_SYNC, str(num_devices), str(num_steps), timeout_s=240)
+    """With towers, too: as many as devices."""
+    words = map(str, (num_devices, num_steps, num_devices))
+    run_fork("-c", STEPS_WITHOUT_A_SYNC, *words, timeout_s=240)
 
 
 @pytest.mark.parametrize(("error", "said"), [(AssertionError(), "jax.cuda12., is missing"),

@@ -29,10 +29,14 @@ def together(num_processes, num_devices, *whats, timeout_s=120, **settings):
 QUICKLY = {"timeout_s": 400, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", **compiling_quickly()}
 
 
-# Every day those whose lies are the nearest; what they share is compiled once.
-EVERYDAY = ("same_bits", "fast", "functions", "own_rows", "global_arrays", "texts", "unlike")
+# Every day those whose lies are the nearest; what they share is compiled once. The others' steps
+# and functions are among these, too, but for arrays of all processes.
+EVERYDAY = ("same_bits", "some_functions", "own_rows", "texts", "unlike")
 ONLY_TOGETHER = {"texts", "unlike"}
-OTHERS = ("meeting", "local", "stages", "sharded", "shards", "negative_zeros")
+OTHERS = (
+    "fast", "functions", "global_arrays",
+    "meeting", "local", "stages", "sharded", "shards", "negative_zeros",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +65,24 @@ def test_law_l3_same_bits_on_two_processes(on_two_processes, alone):
     assert on_two_processes["same_bits"] == alone["same_bits"]
 
 
-def test_fast_steps_on_two_processes_equal_one_process(on_two_processes, alone):
-    params, loss = alone["fast"]
-    np.testing.assert_allclose(on_two_processes["fast"][0], params, rtol=1e-5)
-    assert on_two_processes["fast"][1] == pytest.approx(loss, rel=1e-5)
+@pytest.mark.slow
+def test_fast_steps_on_two_processes_equal_one_process(others_on_two_processes, others_alone):
+    params, loss = others_alone["fast"]
+    np.testing.assert_allclose(others_on_two_processes["fast"][0], params, rtol=1e-5)
+    assert others_on_two_processes["fast"][1] == pytest.approx(loss, rel=1e-5)
 
 
 def test_laws_l1_l2_l7_on_two_processes(on_two_processes, alone):
-    found, expected = on_two_processes["functions"], alone["functions"]
+    check_functions(on_two_processes["some_functions"], alone["some_functions"])
+
+
+@pytest.mark.slow
+def test_laws_l1_l2_l7_with_all_rows_and_towers(others_on_two_processes, others_alone):
+    check_functions(others_on_two_processes["functions"], others_alone["functions"])
+
+
+def check_functions(found, expected):
+    """What parallel functions return on two processes is what they return on one."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         if name.startswith("evaluate"):
@@ -92,11 +106,12 @@ def test_a_process_reads_only_the_rows_of_its_towers(on_two_processes, alone):
     np.testing.assert_allclose(params[1], expected[1], rtol=1e-5)
 
 
-def test_arrays_of_all_processes_are_arguments(on_two_processes, alone):
-    found = dict(on_two_processes["global_arrays"])
+@pytest.mark.slow
+def test_arrays_of_all_processes_are_arguments(others_on_two_processes, others_alone):
+    found = dict(others_on_two_processes["global_arrays"])
     assert "none of its devices has all of them" in found.pop("error")
     assert "none of them has all of its rows" in found.pop("other towers")
-    expected = alone["global_arrays"]
+    expected = others_alone["global_arrays"]
     assert found.keys() == expected.keys()
     for name, value in found.items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-6, err_msg=name)
