@@ -17,9 +17,9 @@ def score(logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
         both float32, shape (rows,).
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, jax.numpy as jnp
         >>> from multitower.recipes.scores import score
-        >>> score(jnp.array([[9.0, 0.0], [9.0, 0.0]]), jnp.array([0, 1]))["accuracy"]
+        >>> jax.jit(score)(jnp.array([[9.0, 0.0], [9.0, 0.0]]), jnp.array([0, 1]))["accuracy"]
         Array([1., 0.], dtype=float32)
     """
     is_right = jnp.argmax(logits, axis=-1) == labels

@@ -76,12 +76,25 @@ def run(
         MultitowerError: as for `Trainer.fit` and `Trainer.evaluate`.
 
     Example:
-        >>> from multitower.recipes import find_recipe
+        >>> import jax.numpy as jnp, numpy as np, optax
+        >>> from multitower.recipes import DataSets, Recipe
         >>> from multitower.runs.options import RunOptions
         >>> from multitower.runs.train import run
-        >>> result = run(find_recipe("digits"), RunOptions(steps=2, global_batch=16, devices=1))
-        >>> result["steps"], result["towers"], 0 <= result["test_accuracy"] <= 1
-        (2, 1, True)
+        >>> rows = np.arange(8, dtype=np.float32)
+        >>> losses = lambda w, batch: (w - batch) ** 2
+        >>> mean = Recipe(
+        ...     name="mean",
+        ...     data=lambda: DataSets(train=rows, test=rows),
+        ...     init=lambda key: jnp.float32(0),
+        ...     loss=losses,
+        ...     metrics=lambda w, batch: {"loss": losses(w, batch)},
+        ...     optimizer=lambda steps: optax.sgd(0.5),
+        ...     steps=1,
+        ...     global_batch=8,
+        ... )
+        >>> result = run(mean, RunOptions(devices=1))
+        >>> result["steps"], result["towers"], result["test_loss"]
+        (1, 1, 5.25)
     """
     began = time.perf_counter()
     if directory is not None:  # also if a recipe changes the working directory

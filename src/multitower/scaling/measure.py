@@ -123,11 +123,24 @@ def scale(
         MultitowerError: an error of the recipe's steps.
 
     Example:
-        >>> from multitower.recipes import find_recipe
+        >>> import jax.numpy as jnp, numpy as np, optax
+        >>> from multitower.recipes import DataSets, Recipe
         >>> from multitower.runs.options import RunOptions
         >>> from multitower.scaling.measure import ScalingOptions, scale
+        >>> rows = np.arange(8, dtype=np.float32)
+        >>> losses = lambda w, batch: (w - batch) ** 2
+        >>> mean = Recipe(
+        ...     name="mean",
+        ...     data=lambda: DataSets(train=rows, test=rows),
+        ...     init=lambda key: jnp.float32(0),
+        ...     loss=losses,
+        ...     metrics=lambda w, batch: {"loss": losses(w, batch)},
+        ...     optimizer=lambda steps: optax.sgd(0.1),
+        ...     steps=1,
+        ...     global_batch=8,
+        ... )
         >>> how = ScalingOptions(kinds=("strong",), steps=1, rounds=1)
-        >>> found = scale(find_recipe("digits"), RunOptions(global_batch=16), [1], how)
+        >>> found = scale(mean, RunOptions(), [1], how)
         >>> found["strong"][0]["devices"], found["strong"][0]["recompilations"]
         (1, 0)
     """

@@ -31,7 +31,7 @@ def init(key: jax.Array, channels: int = 1) -> Params:
     Example:
         >>> import jax
         >>> from multitower.recipes.networks import lenet5
-        >>> params = lenet5.init(jax.random.key(0))
+        >>> params = jax.eval_shape(lenet5.init, jax.random.key(0))
         >>> {layer: arrays["w"].shape for layer, arrays in params.items()}
         {'conv1': (5, 5, 1, 6), 'conv2': (5, 5, 6, 16), 'dense1': (400, 120), 'dense2': (120, 84),
          'dense3': (84, 10)}
@@ -68,7 +68,8 @@ def logits(params: Params, images: Any) -> jax.Array:
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from multitower.recipes.networks import lenet5
-        >>> lenet5.logits(lenet5.init(jax.random.key(0)), jnp.zeros((3, 28, 28, 1))).shape
+        >>> params = jax.eval_shape(lenet5.init, jax.random.key(0))
+        >>> jax.eval_shape(lenet5.logits, params, jnp.zeros((3, 28, 28, 1))).shape
         (3, 10)
     """
     # ReLU(conv + b) and then the pool would be the same numbers: adding b and ReLU keep the
@@ -91,10 +92,11 @@ def weight_penalty(params: Params) -> jax.Array:
         float32, shape ().
 
     Example:
-        >>> import jax
+        >>> import jax, numpy as np
         >>> from multitower.recipes.networks import lenet5
-        >>> ones = jax.tree.map(lambda a: a * 0 + 1, lenet5.init(jax.random.key(0)))
-        >>> float(lenet5.weight_penalty(ones)) == (150 + 2400 + 48000 + 10080 + 840) / 2
+        >>> shapes = jax.eval_shape(lenet5.init, jax.random.key(0))
+        >>> ones = jax.tree.map(lambda a: np.ones(a.shape, a.dtype), shapes)
+        >>> float(jax.jit(lenet5.weight_penalty)(ones)) == (150 + 2400 + 48000 + 10080 + 840) / 2
         True
     """
     squares = [jnp.sum(jnp.square(layer["w"])) for layer in params.values()]
