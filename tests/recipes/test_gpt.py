@@ -1,5 +1,6 @@
 """The recipe gpt: its loss, its optimizer, its command line, on a model of 10 000 parameters."""
 
+import dataclasses
 import json
 import math
 
@@ -16,6 +17,7 @@ from multitower.recipes import gpt
 from multitower.recipes.catalog import find_recipe
 from multitower.recipes.packing import SEPARATOR
 from multitower.runs.options import RunOptions
+from multitower.runs.setup import RecipeJob
 from multitower.runs.train import run
 from numpy_transformer import numpy_logits
 from processes import run_fork
@@ -43,7 +45,6 @@ def documents_of(row):
         yield row[start:end].tolist(), row[start + 1 : end + 1].tolist()
 
 
-@pytest.mark.slow
 def test_the_loss_is_the_mean_over_predicted_bytes(params, rows):
     # The lies: padding or a separator that counts, a mean of means, nats that are called bits.
     losses = []
@@ -165,13 +166,14 @@ def test_the_coldest_text_is_the_most_probable_byte_each_time(params):
 
 
 def test_draws_follow_the_scores_divided_by_the_temperature(params):
-    write = lambda seed: MICRO.generate(params, "a", num_bytes=1, temperature=0.03, seed=seed)
+    # As many bytes as below: the same program.
+    write = lambda seed: MICRO.generate(params, "a", num_bytes=5, temperature=0.03, seed=seed)
     scores = numpy_logits(params, [SEPARATOR, 97])[-1][:SEPARATOR] / 0.03
     shares = np.exp(scores - scores.max())
     shares /= shares.sum()
     byte = int(shares[:128].argmax())
     assert 0.1 < shares[byte] < 0.9
-    hits = sum(write(seed) == chr(byte) for seed in range(200))
+    hits = sum(write(seed)[0] == chr(byte) for seed in range(200))
     spread = math.sqrt(200 * shares[byte] * (1 - shares[byte]))
     assert abs(hits - 200 * shares[byte]) < 4 * spread
     assert write(7) == write(7)
@@ -231,19 +233,47 @@ def test_a_run_is_scored_again(trained, capsys):
     assert scored["test_bits_per_byte"] == result["test_bits_per_byte"]
 
 
-def test_a_run_writes_text(trained, capsys, monkeypatch):
+@pytest.fixture(scope="module")
+def changed(params, tmp_path_factory):
+    """The directory of a run whose state is not its first one, and the parameters of that state.
+
+    What a run leaves for `sample`, without training: that is compiled for many seconds.
+    """
+    directory = tmp_path_factory.mktemp("gpt")
+    options, settings = RunOptions(devices=1), {"size": "micro", "synthetic": "true"}
+    config = {"recipe": "gpt", "settings": settings, "options": dataclasses.asdict(options)}
+    (directory / "config.json").write_text(json.dumps(config))
+    trainer = RecipeJob.of(MICRO, options, directory).trainer
+    others = jax.tree.map(lambda leaf: -2 * np.asarray(leaf), params)
+    with mt.Checkpoints(directory / "checkpoints") as checkpoints:
+        checkpoints.save(1, trainer.step.init(others), {})
+    return directory, others
+
+
+def sampled(directory, capsys, *flags):
+    """What `multitower sample` prints."""
+    assert main(["sample", str(directory), "--prompt", "abc ", "--bytes", "5", *flags]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_checkpoint_writes_text(changed, params, capsys, monkeypatch):
     monkeypatch.delattr(gpt, "_read")  # it needs none of the text that it has learned from
-    words = ["sample", str(trained), "--prompt", "abc ", "--bytes", "5"]
-    texts = []
-    for flags in (["--seed", "3"], ["--seed", "3"], ["--seed", "4"], ["--temperature", "0"]):
-        assert main([*words, *flags]) == 0
-        texts.append(capsys.readouterr().out)
+    directory, others = changed
+    seeds = [["--seed", number] for number in "334"]
+    texts = [sampled(directory, capsys, *flags) for flags in (*seeds, ["--temperature", "0"])]
     assert texts[0] == texts[1] != texts[2]
     assert all(text.startswith("abc ") and len(text) > 5 for text in texts)
-    # It is the trained model that writes, not its first state.
-    state = MICRO.init(jax.random.key(0))
-    untrained = MICRO.generate(state, "abc ", num_bytes=5, temperature=0, seed=0)
-    assert texts[3] != f"abc {untrained}\n"
+    # It is the state of the checkpoint that writes, not the first one.
+    write = lambda own: MICRO.generate(own, "abc ", num_bytes=5, temperature=0, seed=0)
+    assert texts[3] == f"abc {write(others)}\n" != f"abc {write(params)}\n"
+
+
+@pytest.mark.slow
+def test_a_run_writes_text(trained, params, capsys):
+    text = sampled(trained, capsys, "--temperature", "0")
+    untrained = MICRO.generate(params, "abc ", num_bytes=5, temperature=0, seed=0)
+    assert text.startswith("abc ")
+    assert text != f"abc {untrained}\n"
 
 
 @pytest.mark.parametrize(
@@ -256,8 +286,8 @@ def test_a_run_writes_text(trained, capsys, monkeypatch):
         (["--prompt", "a", "--best"], "no state has been kept as the best"),
     ],
 )
-def test_what_sample_cannot_do_is_one_line(trained, capsys, flags, message):
-    assert main(["sample", str(trained), *flags]) == 2
+def test_what_sample_cannot_do_is_one_line(changed, capsys, flags, message):
+    assert main(["sample", str(changed[0]), *flags]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1

@@ -224,10 +224,10 @@ def test_a_recipe_takes_mixed_precision(name, options):
         del batch["key"]
     else:
         batch = mt.augment_batch(recipe.augment, batch)
-    wide = recipe.init(jax.random.key(0))
+    wide = jax.jit(recipe.init)(jax.random.key(0))
     found = [
         jax.jit(recipe.loss)(params, batch, **taken)
-        for params in (wide, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), wide))
+        for params in (wide, jax.tree.map(lambda leaf: np.asarray(leaf, jnp.bfloat16), wide))
     ]
     for exact, rounded in zip(*map(jax.tree.leaves, found), strict=True):
         assert rounded.dtype == exact.dtype == jnp.float32
