@@ -81,7 +81,7 @@ mt.configure(onednn=True)
 
 
 def test_onednn_is_asked_for_once_and_said_where_it_does_nothing():
-    run_python("-c", ONEDNN)
+    run_fork("-c", ONEDNN)
 
 
 @pytest.mark.slow
@@ -104,7 +104,7 @@ assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ
 names = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"
 print(jax.config.read("jax_cuda_visible_devices"), *(os.environ[name] for name in names))
 """
-    assert run_python("-c", program) == "0,2 0.9 false\n"
+    assert run_fork("-c", program) == "0,2 0.9 false\n"
 
 
 SET_BY_HAND = """

@@ -4,6 +4,7 @@ The reference runs every tower by hand, with JAX and Keras alone.
 """
 
 import os
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,11 @@ X = np.random.default_rng(0).normal(size=(2, 16, 4)).astype(np.float32)  # two b
 @pytest.fixture(scope="module")
 def keras():
     os.environ["KERAS_BACKEND"] = "jax"  # read when keras is imported: seconds, so only here
-    import keras
+    with pytest.MonkeyPatch.context() as patch:
+        # Most of these are for what it takes where it finds it, and no test needs: wrappers, plots.
+        for name in ("sklearn", "matplotlib.pyplot"):
+            patch.setitem(sys.modules, name, None)
+        import keras
 
     return keras
 

@@ -54,6 +54,7 @@ SLOW = {
     "guides/evaluation.md",
     "guides/existing-loop.md",
     "guides/fine-tuning.md",
+    "guides/gpu-speed.md",
     "guides/gradient-accumulation.md",
     "guides/gradient-clipping.md",
     "guides/inference.md",
@@ -72,6 +73,7 @@ SLOW = {
     "guides/stages.md",
     "guides/trainer.md",
     "guides/weight-decay.md",
+    "index.md",  # whose code is that of README
     "same-bits.md",
     "tutorial.md",
     "which-api.md",

@@ -28,7 +28,16 @@ def test_it_can_be_read(monkeypatch, capsys):
     assert capsys.readouterr().out.count("one device and all of them agree") == 2
 
 
-@pytest.mark.parametrize("in_stages", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_what_disagrees_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "_trained_on", lambda found, _, **how: f"{found} {bool(how)}")
+    assert main(["doctor"]) == 2
+    found = capsys.readouterr()
+    assert "give different bits" in found.err
+    assert found.out.count("DISAGREE") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_stages", [False, True])
 def test_devices_that_disagree_are_found(in_stages, monkeypatch, capsys):
     # The lie: a self-test that cannot fail.
     real, layouts = doctor.train_step, []
