@@ -95,7 +95,10 @@ def flat(params):
 
 @pytest.mark.parametrize(
     ("rows", "rate", "clip_norm"),
-    [([8] * 7, 0.05, np.inf), ([8, 8, 5, 8, 3, 8, 8], 2.0, 0.05)],
+    [
+        pytest.param([8] * 7, 0.05, np.inf, marks=pytest.mark.slow),
+        ([8, 8, 5, 8, 3, 8, 8], 2.0, 0.05),
+    ],
     ids=["full", "ragged and clipped"],
 )
 def test_it_is_the_algorithm_of_the_paper(rows, rate, clip_norm):
@@ -254,6 +257,7 @@ def test_law_l3_the_same_bits_on_one_to_eight_devices(local_state, device_counts
     assert len(set(found)) == 1
 
 
+@pytest.mark.slow
 def test_it_can_be_verified_as_any_step():
     assert_same_bits(
         losses, optax.sgd(0.1), PARAMS, [batch(0), batch(1)], towers=2, devices=(1, 2), sync_every=2
@@ -365,7 +369,8 @@ def test_models_of_other_shapes_meet_in_turn():
     for size in (3, 2):
         w = np.ones(size, np.float32)
         state, _ = step(step.init(w), x)
-        assert_close(state.params, w - 0.1 * jax.grad(lambda w: loss(w, x).mean())(w))
+        errors = x[:, :size].sum(1) - 1
+        assert_close(state.params, w - 0.1 * 2 * errors @ x[:, :size] / len(x))
 
 
 def test_a_key_that_a_loss_leaves_as_it_is_stays_as_it_was():

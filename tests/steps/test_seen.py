@@ -135,14 +135,19 @@ def test_parameters_of_another_shape_that_replace_others_are_cut_anew():
     step = mt.train_step(loss, optax.sgd(0.1), towers=2, devices=2, shard_update=True)
     w = np.ones(6, np.float32)
     state, _ = step(step.init(w[:3]).replace(params=w), x)
-    gradient = jax.grad(lambda w: loss(w, x).mean())(w)
+    gradient = 2 * (x.sum(1) - 1) @ x / len(x)
     np.testing.assert_allclose(state.params, w - 0.1 * gradient, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
-    "options", [{"towers": 1}, {"shard_params": True}, {"towers": 1, "updates": "asynchronous"}],
+    "options",
+    [
+        {"towers": 1},
+        pytest.param({"shard_params": True}, marks=pytest.mark.slow),
+        pytest.param({"towers": 1, "updates": "asynchronous"}, marks=pytest.mark.slow),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_model_states_of_other_kinds_take_turns(options):
     """Lie: the programs for the model state of the state that came last."""
 
@@ -197,7 +202,7 @@ def test_a_kind_fills_the_towers_as_in_the_run_that_it_is_of():
     """Lie: the towers of an earlier `fit` with smaller batches, and so other random numbers."""
 
     def noise(w, batch, *, rng):
-        return batch @ w + jax.random.normal(rng, (len(batch),))
+        return batch @ w + jax.random.uniform(rng, (len(batch),))
 
     def loss_after(*sizes):
         step = mt.train_step(noise, optax.sgd(0.1), towers=2, devices=1)
