@@ -335,20 +335,22 @@ def test_one_nan_comes_of_many():
 
 
 @pytest.mark.filterwarnings("ignore:this function runs without a look")
-def test_negative_zeros_and_nans_arrive_as_they_are():
+@pytest.mark.parametrize(
+    "devices", [3, *(pytest.param(devices, marks=pytest.mark.slow) for devices in (1, 4))]
+)
+def test_negative_zeros_and_nans_arrive_as_they_are(devices):
     """A sum in place of a move would make 0.0 of -0.0."""
     x = np.array([[-0.0], [0.0], [np.nan], [-0.0]], np.float32)
-    for devices in (1, 3, 4):
-        run = mt.make_parallel(
-            lambda x: jnp.broadcast_to(mt.all_rows(x), (len(x), 4, 1)), towers=4, devices=devices
-        )
-        for row in np.asarray(run(x)):
-            assert row.tobytes() == x.tobytes()
-        moved = mt.make_parallel(
-            lambda x: lax.ppermute(x, "towers", [(0, 3), (2, 0)]), towers=4, devices=devices
-        )
-        wanted = np.concatenate([x[2:3], np.zeros_like(x[:2]), x[:1]])
-        assert np.asarray(moved(x)).tobytes() == wanted.tobytes()
+    run = mt.make_parallel(
+        lambda x: jnp.broadcast_to(mt.all_rows(x), (len(x), 4, 1)), towers=4, devices=devices
+    )
+    for row in np.asarray(run(x)):
+        assert row.tobytes() == x.tobytes()
+    moved = mt.make_parallel(
+        lambda x: lax.ppermute(x, "towers", [(0, 3), (2, 0)]), towers=4, devices=devices
+    )
+    wanted = np.concatenate([x[2:3], np.zeros_like(x[:2]), x[:1]])
+    assert np.asarray(moved(x)).tobytes() == wanted.tobytes()
 
 
 @pytest.mark.slow

@@ -199,7 +199,7 @@ def test_trap_every_tower_gets_the_same_images():
 
 
 def noise(key, x):
-    return jax.random.normal(key, x.shape)
+    return jax.random.uniform(key, x.shape)
 
 
 def test_trap_an_indivisible_batch_raises_or_is_dropped():
@@ -235,7 +235,7 @@ def test_a_shared_key_is_the_same_key_everywhere():
 
 def test_a_key_per_row_goes_with_its_row():
     keys = jax.random.split(jax.random.key(0), 5)
-    draw = jax.vmap(lambda key: jax.random.normal(key, 2))
+    draw = jax.vmap(lambda key: jax.random.uniform(key, 2))
     for towers in (None, 3):
         assert_equal(mt.make_parallel(draw, devices=3, towers=towers)(keys), jax.jit(draw)(keys))
 
@@ -293,7 +293,7 @@ def test_law_l3_of_an_array_that_lies_on_several_devices(towers):
 @pytest.mark.slow
 def test_law_l3_where_keys_are_made_with_an_offset():
     """Lie: the numbers of before, though every call of JAX itself draws others."""
-    draw = jax.vmap(lambda seed: jax.random.normal(jax.random.key(seed)))
+    draw = jax.vmap(lambda seed: jax.random.uniform(jax.random.key(seed)))
     noise = lambda w, seeds: w * draw(seeds)
     gradient = mt.grad(noise, towers=2, devices=1)
     seeds = np.arange(4)
@@ -318,7 +318,7 @@ def test_law_l3_in_a_with_block(setting):
     """Lies: a setting that holds on the first device only, or not after a call without it."""
 
     def noise(w, x, key):
-        return (w * x * jax.random.normal(key, x.shape)).sum(-1)
+        return (w * x * jax.random.uniform(key, x.shape)).sum(-1)
 
     given = np.ones(5), np.random.default_rng(0).normal(size=(12, 5)), jax.random.key(0)
     found = []

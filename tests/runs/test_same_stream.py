@@ -28,7 +28,7 @@ def errors(params, batch):
 RECIPE = Recipe(
     name="plane",
     data=load,
-    init=lambda key: jax.random.normal(key, (2,)),
+    init=lambda key: jax.random.uniform(key, (2,)),
     loss=errors,
     metrics=lambda params, batch: {"loss": errors(params, batch)},
     optimizer=lambda steps: optax.sgd(0.01),

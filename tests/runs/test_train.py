@@ -47,7 +47,7 @@ def noisy(batch, generator):
 LINE = Recipe(
     name="line",
     data=load,
-    init=lambda key: jax.random.normal(key, (3,)),
+    init=lambda key: jax.random.uniform(key, (3,)),
     loss=loss,
     metrics=metrics,
     optimizer=lambda steps: optax.adam(optax.cosine_decay_schedule(0.3, steps)),
@@ -63,7 +63,7 @@ def deep(params, batch):
 
 DEEP = dataclasses.replace(
     LINE,
-    init=lambda key: {"in": jax.random.normal(key, (3, 2)) / 3, "out": jnp.ones(2)},
+    init=lambda key: {"in": jax.random.uniform(key, (3, 2)) / 3, "out": jnp.ones(2)},
     loss=lambda params, batch: deep(params, batch)["loss"],
     metrics=deep,
 )
@@ -277,7 +277,7 @@ def test_a_loader_of_test_batches_and_options_of_numpy(tmp_path):
 
 
 def with_values(key):
-    return jnp.asarray(np.asarray(jax.random.normal(key, (3,))))  # as weights from a file
+    return jnp.asarray(np.asarray(jax.random.uniform(key, (3,))))  # as weights from a file
 
 
 def scaled(params, batch):

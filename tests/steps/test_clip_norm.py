@@ -100,8 +100,8 @@ def test_it_equals_optax(options):
 @pytest.mark.parametrize(
     ("sharded", "dtype"),
     [
-        (True, jnp.bfloat16),
-        pytest.param(False, jnp.bfloat16, marks=pytest.mark.slow),
+        pytest.param(True, jnp.bfloat16, marks=pytest.mark.slow),
+        (False, jnp.bfloat16),
         pytest.param(True, np.float32, marks=pytest.mark.slow),
     ],
     ids=["sharded, bfloat16", "whole, bfloat16", "sharded"],
@@ -169,12 +169,12 @@ def test_what_is_not_finite_is_not_hidden(options):
     assert not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
 
 
-def test_a_norm_of_zero_is_no_division_by_zero():
-    for options in WAYS.values():
-        state, _ = train(LIMIT, options, batches=[np.zeros((12, 5), np.float32)], params={
-            "w": np.ones(5, np.float32), "b": np.float32(0)
-        })  # fmt: skip
-        np.testing.assert_array_equal(state.params["w"], np.ones(5))
+@fast_and_same_bits
+def test_a_norm_of_zero_is_no_division_by_zero(options):
+    state, _ = train(LIMIT, options, batches=[np.zeros((12, 5), np.float32)], params={
+        "w": np.ones(5, np.float32), "b": np.float32(0)
+    })  # fmt: skip
+    np.testing.assert_array_equal(state.params["w"], np.ones(5))
 
 
 @fast_and_same_bits

@@ -25,7 +25,14 @@ def losses(params, x):
     return mt.cut(x * params["first"]) + x * params["last"]
 
 
-@pytest.mark.parametrize("way", WAYS)
+# Those that compile most are slow: blocks and own updates of towers, beside those of stages.
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=[pytest.mark.slow] if way in ("shard_update", "local") else [])
+        for way in WAYS
+    ],
+)
 def test_law_l8_one_schedule_step_per_update(way):
     # The lies: the count goes up once per tower, device or stage, once per call of several steps or
     # once per exchange of towers, so that the rate falls too fast, or too slowly (accelerate#2926).

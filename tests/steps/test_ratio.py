@@ -69,7 +69,7 @@ def numpy_step(w, batch):
     return w - 0.1 * gradient, metrics
 
 
-@every_way
+@fast_and_same_bits
 def test_a_masked_loss_and_its_metrics(options):
     step = mt.train_step(losses, optax.sgd(0.1), global_batch=12, **options)
     state, w = step.init(PARAMS), PARAMS.astype(float)

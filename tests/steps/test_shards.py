@@ -38,7 +38,7 @@ def losses(params, batch, *, rng, model_state):
     h = params["table"][batch["word"]] + params["shift"]
     h = h + jnp.tanh(h @ params["hidden"]) @ params["table"]
     loss = (h**2).mean(1) + ((batch["x"] @ params["odd"]) ** 2).mean(1)
-    noise = jax.random.normal(rng, ())  # another one on every device: it must not count here
+    noise = jax.random.uniform(rng, ())  # another one on every device: it must not count here
     return loss, {"norm": jnp.abs(h).sum(1)}, 0.9 * model_state + 0 * noise + params["odd"].mean()
 
 

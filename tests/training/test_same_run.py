@@ -49,7 +49,7 @@ def fit(run_dir, optimizer=None, steps=2, allow_changes=False, rows=16, **settin
 
 SAME = [
     {},
-    {"devices": 2},
+    pytest.param({"devices": 2}, marks=pytest.mark.slow),  # with a check of replicas, below
     pytest.param({"devices": 3}, marks=pytest.mark.slow),
     pytest.param({"devices": 2, "shard_update": True}, marks=pytest.mark.slow),
     {"optimizer": optax.adam(jnp.float32(0.1).item())},

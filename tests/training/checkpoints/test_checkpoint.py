@@ -44,7 +44,7 @@ def saved(tmp_path_factory):
     return directory, mt.fingerprint(state)
 
 
-@pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("num_devices", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_resume_on_another_device_count_gives_the_same_bits(saved, num_devices):
     # The lie (law L4): a resume that forgets the key, the average, or the dtype of a leaf.
     directory, expected = saved

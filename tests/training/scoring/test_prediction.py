@@ -84,10 +84,10 @@ def test_batches_of_several_kinds_of_integers_keep_their_values():
 def test_law_l6_every_chunk_draws_its_own_random_numbers(key):
     """Lie: a Monte Carlo score of all rows, from the random numbers of one chunk."""
     rows = np.zeros((24, 2), np.float32)
-    draw = lambda params, batch: jax.random.normal(batch["key"], batch["x"].shape[:1])
+    draw = lambda params, batch: jax.random.uniform(batch["key"], batch["x"].shape[:1])
     drawn = [
         mt.predict(draw, 0.0, {"x": rows, "key": key}, global_batch=8, towers=4, devices=devices)
-        for devices in (1, 4)
+        for devices in (1, 2)
     ]
     np.testing.assert_array_equal(*drawn)
     assert len(set(drawn[0].tolist())) == 24
