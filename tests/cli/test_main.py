@@ -11,13 +11,14 @@ import pytest
 
 import multitower as mt
 from circle_run import CIRCLE
+from forks import Fork
 from multitower.cli.console import make_show_warning, say_parts
 from multitower.cli.main import main
 from multitower.cli.wording import in_flags
 from multitower.towers.placement import place
 from multitower.training.checkpoints.best import warn_of_worst
 from multitower.training.same_run import check_same_run, describe_arrays
-from processes import run_fork
+from processes import clean_environment, ended, run_fork
 
 KEYS = {
     "recipe", "options", "seed", "steps", "batch_size", "test_accuracy", "test_loss", "fingerprint",
@@ -292,7 +293,8 @@ def test_with_only_a_cpu_it_simulates_two_devices_and_says_so(tmp_path):
 
 
 def test_devices_counts_what_there_is():
-    done = in_new_process("train", "digits", "--devices", "2")
+    words = ("-m", "multitower", "train", "digits", "--devices", "2")
+    done = ended(Fork(*words, env=clean_environment()))
     assert done.returncode == 2
     assert "--devices 2: this machine has cpu:0. Use --devices 1, or simulate" in done.stderr
 

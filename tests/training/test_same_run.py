@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import pty
+import shutil
 import subprocess
 import sys
 
@@ -47,6 +48,19 @@ def fit(run_dir, optimizer=None, steps=2, allow_changes=False, rows=16, **settin
     )
 
 
+@pytest.fixture(scope="module")
+def first_two_steps(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("run")
+    fit(directory)
+    return directory
+
+
+@pytest.fixture
+def begun(first_two_steps, tmp_path):
+    """The directory of a run that has made two steps."""
+    return shutil.copytree(first_two_steps, tmp_path / "run")
+
+
 SAME = [
     {},
     pytest.param({"devices": 2}, marks=pytest.mark.slow),  # with a check of replicas, below
@@ -58,9 +72,8 @@ SAME = [
 
 
 @pytest.mark.parametrize("settings", SAME, ids="-".join)
-def test_another_place_is_the_same_run(settings, tmp_path):
-    fit(tmp_path)
-    assert fit(tmp_path, steps=3, **settings).step == 3
+def test_another_place_is_the_same_run(settings, begun):
+    assert fit(begun, steps=3, **settings).step == 3
 
 
 DESCRIBED = """
@@ -112,11 +125,10 @@ OTHERS = [
 @pytest.mark.parametrize(
     ("settings", "said"), OTHERS, ids=lambda x: "" if isinstance(x, str) else "-".join(x)
 )
-def test_another_run_is_refused_by_name(settings, said, tmp_path):
+def test_another_run_is_refused_by_name(settings, said, begun):
     # The lie: a run that goes on with another learning rate, and a result that is of neither.
-    fit(tmp_path)
     with pytest.raises((mt.RunError, mt.CheckpointError), match=said):
-        fit(tmp_path, steps=3, **settings)
+        fit(begun, steps=3, **settings)
 
 
 def test_the_number_of_stages_counts(tmp_path):
@@ -148,23 +160,21 @@ def test_numbers_that_an_optimizer_keeps_in_its_state_count(tmp_path):
         fit(tmp_path, make(0.2), steps=4)
 
 
-def test_kernels_of_onednn_count(tmp_path, monkeypatch):
-    fit(tmp_path)
+def test_kernels_of_onednn_count(begun, monkeypatch):
     monkeypatch.setattr("multitower.training.same_run.uses_onednn", lambda: True)
     with pytest.raises(mt.RunError, match="another onednn: the run there has False"):
-        fit(tmp_path, steps=3)
+        fit(begun, steps=3)
 
 
-def test_settings_of_jax_count(tmp_path):
+def test_settings_of_jax_count(begun):
     """Lie: other random numbers after a resume, from an environment variable that has changed."""
-    fit(tmp_path)
     with (
         jax.threefry_partitionable(False),
         pytest.raises(
             mt.RunError, match=r"another jax_threefry_partitionable: the run .* has True"
         ),
     ):
-        fit(tmp_path, steps=3)
+        fit(begun, steps=3)
 
 
 def test_a_schedule_counts_by_what_it_computes(tmp_path):
@@ -220,10 +230,9 @@ def test_an_average_counts_by_what_it_computes(tmp_path):
         fit(tmp_path, steps=4, ema_decay=make(20.0))
 
 
-def test_changes_can_be_allowed(tmp_path):
-    fit(tmp_path)
-    assert fit(tmp_path, optax.adam(0.2), steps=3, allow_changes=True).step == 3
-    assert fit(tmp_path, optax.adam(0.2), steps=4).step == 4  # it is that run from now on
+def test_changes_can_be_allowed(begun):
+    assert fit(begun, optax.adam(0.2), steps=3, allow_changes=True).step == 3
+    assert fit(begun, optax.adam(0.2), steps=4).step == 4  # it is that run from now on
 
 
 @pytest.mark.slow
