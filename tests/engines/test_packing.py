@@ -12,17 +12,19 @@ from multitower.engines.packing import SMALL, pack, slices, unpack
 
 def a_tree():
     rng = np.random.default_rng(0)
-    return {
-        "scalar": jnp.float32(0.1),
-        "large": jnp.asarray(rng.normal(size=(SMALL + 1,)), jnp.float32),
-        "matrix": jnp.asarray(rng.normal(size=(3, 5)), jnp.float32),
-        "halves": jnp.asarray(rng.normal(size=7), jnp.float16),
-        "brains": jnp.asarray(rng.normal(size=(2, 2)), jnp.bfloat16),
-        "large brain": jnp.asarray(rng.normal(size=(SMALL // 2, 3)), jnp.bfloat16),
-        "whole": jnp.arange(4),
-        "flags": jnp.array([True, False]),
-        "complex": jnp.array([1 + 2j], jnp.complex64),
-        "empty": jnp.zeros((0, 3)),
+    arrays = {  # made by NumPy, which compiles nothing
+        "scalar": np.float32(0.1),
+        "large": rng.normal(size=(SMALL + 1,)).astype(np.float32),
+        "matrix": rng.normal(size=(3, 5)).astype(np.float32),
+        "halves": rng.normal(size=7).astype(np.float16),
+        "brains": rng.normal(size=(2, 2)).astype(jnp.bfloat16),
+        "large brain": rng.normal(size=(SMALL // 2, 3)).astype(jnp.bfloat16),
+        "whole": np.arange(4, dtype=np.int32),
+        "flags": np.array([True, False]),
+        "complex": np.array([1 + 2j], np.complex64),
+        "empty": np.zeros((0, 3), np.float32),
+    }
+    return jax.tree.map(jnp.asarray, arrays) | {
         "key": jax.random.key(7),
         "keys": jax.random.split(jax.random.key(7), (2, 3)),
         "rbg": jax.random.key(7, impl="rbg"),
