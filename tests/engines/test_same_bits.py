@@ -189,12 +189,13 @@ def test_same_bits_even_when_a_row_is_nan():
     assert len(found) == 1
 
 
-def test_same_bits_with_nan_and_infinity_of_both_signs():
+@pytest.mark.parametrize("devices", [(1, 3), pytest.param((1, 2), marks=pytest.mark.slow)])
+def test_same_bits_with_nan_and_infinity_of_both_signs(devices):
     """Lie: NaNs whose sign and payload depend on the order of an addition's operands."""
     batches = line_batches(8, steps=1)
     batches[0]["x"][:, 0] = [np.inf, -np.inf, 1, 2, np.nan, -np.nan, 3, np.inf]
     params = {"w": np.ones(5, np.float32)}
-    found = {leftovers(line, params, batches, towers=4, devices=d) for d in (1, 2, 3)}
+    found = {leftovers(line, params, batches, towers=4, devices=d) for d in devices}
     assert len(found) == 1
 
 

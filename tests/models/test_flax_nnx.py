@@ -290,7 +290,8 @@ def test_make_parallel_takes_a_module():
     model = Net()
     model.eval()
     run = mt.make_parallel(lambda model, x: model(x), in_axes=(None, 0), devices=3)
-    assert_close(run(model, X[0]), model(X[0]))
+    found = run(model, X[0])
+    assert_close(found, nnx.jit(lambda model, x: model(x))(model, X[0]))
     assert model.calls[...] == 2
 
 

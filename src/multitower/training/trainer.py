@@ -322,7 +322,7 @@ class Trainer:
             >>> losses = lambda w, batch: (w - batch["x"]) ** 2
             >>> data = {"x": np.full(16, 3.0, np.float32)}
             >>> batches = lambda first: mt.make_batches(data, global_batch=8, seed=0, first=first)
-            >>> trainer = mt.Trainer(losses, optax.sgd(0.1), hooks=[])
+            >>> trainer = mt.Trainer(losses, optax.sgd(0.1), devices=2, hooks=[])
             >>> int(trainer.fit(jnp.float32(0.0), batches, epochs=1.5).step)
             3
         """
@@ -449,7 +449,8 @@ class Trainer:
             >>> import itertools, jax.numpy as jnp, numpy as np, optax
             >>> import multitower as mt
             >>> losses = lambda w, x: (w - x) ** 2
-            >>> trainer = mt.Trainer(losses, optax.sgd(0.5), ema_decay=0.5, hooks=[])
+            >>> options = {"devices": 2, "ema_decay": 0.5, "hooks": []}
+            >>> trainer = mt.Trainer(losses, optax.sgd(0.5), **options)
             >>> ones = lambda first: itertools.repeat(np.ones(8))
             >>> state = trainer.fit(jnp.float32(0.0), ones, steps=1)
             >>> float(trainer.model(state)), float(trainer.model(state, ema=False))
@@ -504,7 +505,7 @@ class Trainer:
             >>> import itertools, jax.numpy as jnp, numpy as np, optax
             >>> import multitower as mt
             >>> losses = lambda w, x: (w - x) ** 2
-            >>> trainer = mt.Trainer(losses, optax.sgd(0.5), hooks=[])
+            >>> trainer = mt.Trainer(losses, optax.sgd(0.5), devices=2, hooks=[])
             >>> ones = lambda first: itertools.repeat(np.ones(8))
             >>> state = trainer.fit(jnp.float32(0.0), ones, steps=1)
             >>> errors = lambda w, x: {"error": jnp.abs(w - x)}
@@ -563,7 +564,7 @@ class Trainer:
             >>> import itertools, jax.numpy as jnp, numpy as np, optax
             >>> import multitower as mt
             >>> losses = lambda w, x: (w - x) ** 2
-            >>> trainer = mt.Trainer(losses, optax.sgd(0.5), hooks=[])
+            >>> trainer = mt.Trainer(losses, optax.sgd(0.5), devices=2, hooks=[])
             >>> ones = lambda first: itertools.repeat(np.ones(8))
             >>> state = trainer.fit(jnp.float32(0.0), ones, steps=1)
             >>> trainer.predict(lambda w, x: w * x, state, np.arange(3.0), global_batch=2).tolist()
