@@ -43,10 +43,14 @@ TOGETHER = (
     "cli/test_faults",
     "cluster/",
     "models/test_keras",
+    "planning/test_plan",
     "processes/test_layouts",
     "project/test_package",
     "recipes/test_gpt",
     "scaling/test_scaling",
+    "steps/state/test_bundles",
+    "steps/test_shards",
+    "steps/test_steps_per_call",
 )
 
 # The longest tests that any worker takes begin first: at the end no core waits for one of them.
