@@ -225,7 +225,7 @@ def train_step(
         >>> import multitower as mt
         >>> def losses(params, batch):
         ...     return (batch["x"] @ params["w"] - batch["y"]) ** 2
-        >>> step = mt.train_step(losses, optax.sgd(0.1), towers=8, devices=2)
+        >>> step = mt.train_step(losses, optax.sgd(0.1), towers=8)
         >>> state = step.init({"w": jnp.zeros(3)})
         >>> batch = {"x": np.ones((24, 3), np.float32), "y": np.ones(24, np.float32)}
         >>> state, metrics = step(state, batch)

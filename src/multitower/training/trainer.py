@@ -116,8 +116,7 @@ class Trainer:
         >>> def batches(first):
         ...     for number in itertools.count(first):
         ...         yield {"x": np.random.default_rng(number).normal(size=16).astype("f")}
-        >>> where = {"towers": 8, "devices": 2}
-        >>> trainer = mt.Trainer(losses, optax.sgd(0.1), global_batch=16, **where)
+        >>> trainer = mt.Trainer(losses, optax.sgd(0.1), towers=8, global_batch=16)
         >>> state = trainer.fit(jnp.float32(0.0), batches, steps=100)
         >>> round(float(state.params), 3)
         3.0
@@ -449,8 +448,7 @@ class Trainer:
             >>> import itertools, jax.numpy as jnp, numpy as np, optax
             >>> import multitower as mt
             >>> losses = lambda w, x: (w - x) ** 2
-            >>> options = {"devices": 2, "ema_decay": 0.5, "hooks": []}
-            >>> trainer = mt.Trainer(losses, optax.sgd(0.5), **options)
+            >>> trainer = mt.Trainer(losses, optax.sgd(0.5), devices=2, ema_decay=0.5, hooks=[])
             >>> ones = lambda first: itertools.repeat(np.ones(8))
             >>> state = trainer.fit(jnp.float32(0.0), ones, steps=1)
             >>> float(trainer.model(state)), float(trainer.model(state, ema=False))
