@@ -238,24 +238,11 @@ def score(
         MultitowerError: as for `Trainer.evaluate`.
 
     Example:
-        >>> import jax.numpy as jnp, numpy as np, optax
         >>> from pathlib import Path
-        >>> from multitower.recipes import DataSets, Recipe
+        >>> from multitower.recipes import find_recipe
         >>> from multitower.runs.options import RunOptions
         >>> from multitower.runs.train import score
-        >>> rows = np.arange(8, dtype=np.float32)
-        >>> losses = lambda w, batch: (w - batch) ** 2
-        >>> mean = Recipe(
-        ...     name="mean",
-        ...     data=lambda: DataSets(train=rows, test=rows),
-        ...     init=lambda key: jnp.float32(0),
-        ...     loss=losses,
-        ...     metrics=lambda w, batch: {"loss": losses(w, batch)},
-        ...     optimizer=lambda steps: optax.sgd(0.5),
-        ...     steps=1,
-        ...     global_batch=8,
-        ... )
-        >>> score(mean, RunOptions(devices=1), Path("nowhere"))
+        >>> score(find_recipe("digits"), RunOptions(devices=1), Path("nowhere"))
         Traceback (most recent call last):
         multitower.CheckpointError: ...nowhere/checkpoints does not exist: ...
     """
