@@ -1,11 +1,16 @@
 """Rows, a loss of each of them, and the ways in which tests have a function looked at."""
 
+from typing import Any
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import multitower as mt
+from multitower.checks import first_look
 
 X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
 Y = np.arange(8) % 3
@@ -38,12 +43,32 @@ ENTRIES = {
 }
 
 
-def after_a_step(loss, dtype=jnp.float32):
-    step = mt.train_step(loss, optax.sgd(0.1), devices=1, towers=4)
-    state, _ = step(step.init(W, model_state=jnp.zeros(3, dtype)), X)
-    return state.model_state
-
-
 def look_at(run, *arguments):
-    """Traces a call, and compiles nothing: checks/test_first_look.py shows that calls look."""
-    jax.eval_shape(run, W, *arguments)
+    """Traces a call with `W`, and compiles nothing; fails if it does not look.
+
+    That calls look once, and give a result, is shown in checks/test_first_look.py.
+    """
+    look_at_call(run, W, *arguments)
+
+
+def look_at_call(run, *arguments):
+    """As `look_at`, of all arguments."""
+    with mock.patch.object(first_look, "look", wraps=first_look.look) as look:
+        jax.eval_shape(run, *arguments)
+    assert look.called  # a function that is equal to one that was looked at is not looked at again
+
+
+def look_at_step(loss, batch=X, *, w=W, model_state=None, devices=1, towers=4, **options):
+    """Makes a step and calls it until it has looked at the loss; fails if it does not look.
+
+    It would compile now: that it looks once, and goes on, is shown in checks/test_first_look.py.
+    """
+
+    def look(*arguments: Any, **named: Any):
+        first_look.look(*arguments, **named)
+        raise InterruptedError("it has looked")
+
+    step = mt.train_step(loss, optax.sgd(0.1), devices=devices, towers=towers, **options)
+    state = step.init(w, model_state=model_state)
+    with mock.patch("multitower.steps.look.look", look), pytest.raises(InterruptedError):
+        step(state, batch)

@@ -47,7 +47,7 @@ def test_a_backward_rule_that_brings_rows_together_is_told(name):
         return
     found = mt.grad(loss, devices=2)(W, X)  # warnings are errors
     if name != "norm of all":
-        expected = jax.grad(lambda w: loss(w, X).mean())(W)
+        expected = jax.jit(jax.grad(lambda w: loss(w, X).mean()))(W)
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -64,7 +64,7 @@ def test_a_gradient_of_zeros_beside_that_of_a_mean():
     mean.defvjp(lambda z, y: (mean(z, y), (z, y)), lambda zy, g: (divided(*zy, g), zy[1] * 0))
     loss = lambda w, x: mean(x @ w, x[:, 0])
     found = mt.grad(loss, devices=2)(W, X)  # warnings are errors
-    np.testing.assert_allclose(found, jax.grad(loss)(W, X), rtol=1e-5)
+    np.testing.assert_allclose(found, jax.jit(jax.grad(loss))(W, X), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", MEAN_RULES)
@@ -78,7 +78,7 @@ def test_the_backward_rule_of_a_mean_divides_by_the_number_of_rows(name):
             look_at(mt.grad(loss, devices=2), X)
         return
     found = mt.grad(loss, devices=2)(W, X)  # warnings are errors
-    np.testing.assert_allclose(found, jax.grad(loss)(W, X), rtol=1e-5)
+    np.testing.assert_allclose(found, jax.jit(jax.grad(loss))(W, X), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -125,5 +125,5 @@ def test_the_gradient_of_a_filter_is_a_sum_over_rows(limit):
         with pytest.warns(mt.MultitowerWarning, match=r"gradients \(.*a backward rule"):
             look_at(mt.grad(loss, devices=2), X)
         return
-    expected = jax.grad(lambda w: loss(w, X).mean())(W)
+    expected = jax.jit(jax.grad(lambda w: loss(w, X).mean()))(W)
     np.testing.assert_allclose(mt.grad(loss, devices=2)(W, X), expected, rtol=1e-5, atol=1e-6)

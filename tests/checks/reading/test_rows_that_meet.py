@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import multitower as mt
-from looking import W, X, look_at, losses
+from looking import W, X, look_at, look_at_call, losses
 from told import ours
 
 MEANS = {
@@ -22,16 +22,28 @@ def test_one_mean_for_every_row_is_told(fn):
     """Lie (law L1): a mean is averaged, so nobody says that each row has that of its own tower."""
     said = r"(result|aux).*\(reduce_sum .*\): rows are brought together"
     with pytest.warns(mt.MultitowerWarning, match=said) as told:
-        mt.make_parallel(fn, devices=2)(X)
+        look_at_call(mt.make_parallel(fn, devices=2), X)
     assert len(ours(told)) == 1
     with pytest.warns(mt.MultitowerWarning, match=said):
         look_at(mt.grad(lambda w, x: (losses(w, x), fn(x)), devices=2, has_aux=True), X)
-    with pytest.warns(mt.MultitowerWarning, match=said):
-        mt.predict(lambda _, x: fn(x), W, X, global_batch=len(X), devices=2)
     problem = mt.check_parallel(fn, X).problems[0]
     assert problem.kind == "mixed rows"
     assert problem.message.startswith("rows are brought together")
-    mt.make_parallel(lambda x: jnp.full(len(x), jax.lax.pmean(x.mean(), "towers")), devices=2)(X)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "full")) for name in MEANS]
+)
+def test_predictions_that_are_one_mean_for_every_row_are_told(name):
+    # The lie: only calls of one function look at it, and mt.predict makes its own.
+    said = r"(result|aux).*\(reduce_sum .*\): rows are brought together"
+    with pytest.warns(mt.MultitowerWarning, match=said):
+        mt.predict(lambda _, x: MEANS[name](x), W, X, global_batch=len(X), devices=2)
+
+
+def test_one_mean_of_all_rows_is_right():
+    mean_of_all = lambda x: jnp.full(len(x), jax.lax.pmean(x.mean(), "towers"))
+    look_at_call(mt.make_parallel(mean_of_all, devices=2), X)  # warnings are errors
 
 
 def smallest_and_largest(w, x):
@@ -48,8 +60,9 @@ def test_a_reduction_of_a_users_own_brings_rows_together():
 
 def test_a_matrix_that_mixes_rows():
     # The lie: the sums up to each row begin anew in every tower.
+    run = mt.make_parallel(lambda x: jnp.tril(jnp.ones((len(x), len(x)))) @ x, devices=2)
     with pytest.warns(mt.MultitowerWarning, match=r"result \(dot_general .*\): rows are brought"):
-        mt.make_parallel(lambda x: jnp.tril(jnp.ones((len(x), len(x)))) @ x, devices=2)(X)
+        look_at_call(run, X)
 
 
 @pytest.mark.parametrize("towers", [None, 4])
@@ -157,11 +170,11 @@ def test_rows_in_a_reference_are_told():
         return losses(w, x - mean[...])
 
     with pytest.warns(mt.MultitowerWarning, match=r"jax.new_ref \(swap at .*mean\[...\] ="):
-        mt.grad(centred, devices=2)(W, X)
+        look_at(mt.grad(centred, devices=2), X)
 
     def doubled(w, x):
         twice = jax.new_ref(jnp.zeros_like(w))
         twice[...] = 2 * w
         return losses(twice[...], x)
 
-    mt.grad(doubled, devices=2)(W, X)
+    look_at(mt.grad(doubled, devices=2), X)

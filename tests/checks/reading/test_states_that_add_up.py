@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import multitower as mt
-from looking import W, X, after_a_step, look_at, losses
+from looking import W, X, look_at, look_at_step, losses
 
 
 def counting(w, batch, *, model_state):
@@ -61,13 +61,13 @@ def test_a_state_that_counts_the_rows_of_a_tower_is_told():
     # The lie: every tower counts its own rows, so that the number grows T times too slowly.
     count = lambda w, x, *, model_state: (losses(w, x), {}, model_state + len(x))
     with pytest.warns(mt.MultitowerWarning, match=r"model_state \(add .*\): it depends on the num"):
-        state_after(count, jnp.int32(0))
+        look_at_step(count, model_state=jnp.int32(0))
     said = r"model_state\[0\] and model_state\[1\] \(add .*seen \+ rows\): it depends on the number"
     with pytest.warns(mt.MultitowerWarning, match=said):
-        state_after(moments, (jnp.float32(1), jnp.zeros(3)))
+        look_at_step(moments, model_state=(jnp.float32(1), jnp.zeros(3)))
     elements = lambda w, x, *, model_state: (losses(w, x), {}, model_state + x.size)
     with pytest.warns(mt.MultitowerWarning, match=r"model_state \(add .*\): it depends on the num"):
-        state_after(elements, jnp.int32(0))
+        look_at_step(elements, model_state=jnp.int32(0))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_rows_that_are_counted_in_one_entry_of_a_state_are_told(totals):
     with pytest.warns(
         mt.MultitowerWarning, match=r"model_state \((scatter-)?add .*: it depends on"
     ):
-        state_after(count, jnp.zeros(2))
+        look_at_step(count, model_state=jnp.zeros(2))
 
 
 def test_a_place_in_a_buffer_that_moves_by_the_rows_of_a_tower_is_told():
@@ -97,7 +97,7 @@ def test_a_place_in_a_buffer_that_moves_by_the_rows_of_a_tower_is_told():
 
     before = jnp.zeros((4096, 3)), jnp.int32(0)
     with pytest.warns(mt.MultitowerWarning, match=r"model_state\[1\] \(.*: it depends on the num"):
-        state_after(functools.partial(loss, lambda x: x), before)
+        look_at_step(functools.partial(loss, lambda x: x), model_state=before)
     assert state_after(functools.partial(loss, mt.all_rows), before)[1] == len(X)  # as it says
     # Places in two buffers stop no look.
     turns = lambda w, x, *, model_state: (losses(w, x), {}, (model_state + 1) % np.array([3, 2]))
@@ -117,7 +117,7 @@ def test_a_state_that_depends_on_the_rows_of_a_tower_is_told(change):
     # The lie: 0.008 thousand rows of a tower are 0.064 thousand rows of the batch.
     keep = lambda w, x, *, model_state: (losses(w, x), {}, change(model_state, x))
     with pytest.warns(mt.MultitowerWarning, match=r"model_state \(.*\): it depends on the number"):
-        state_after(keep, jnp.float32(0))
+        look_at_step(keep, model_state=jnp.float32(0))
 
 
 @pytest.mark.slow
@@ -148,11 +148,16 @@ def test_a_state_that_adds_up_rows_is_told(loss, dtype):
     # The lie: counts of a codebook or of classes that are T times too small, and nobody is told.
     said = r"model_state \(reduce_sum .*batch > 0.*\): it is kept for the next step, and it adds up"
     with pytest.warns(mt.MultitowerWarning, match=said) as told:
-        after_a_step(loss, dtype)
+        look_at_step(loss, model_state=jnp.zeros(3, dtype))
     # Not those of Python, such as of a file that an earlier test has left open.
     (only,) = [str(one.message) for one in told if one.category is mt.MultitowerWarning]
     assert 'jax.lax.psum(x.sum(0), "towers") to the old value' in only
-    np.testing.assert_array_equal(after_a_step(counting_all, dtype), (X > 0).sum(0))  # as it says
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.int32, marks=pytest.mark.slow)])
+def test_a_state_that_adds_up_the_rows_of_all_towers_is_right(dtype):
+    """Lie: it counts as the warning of `test_a_state_that_adds_up_rows_is_told` says, and wrong."""
+    np.testing.assert_array_equal(state_after(counting_all, jnp.zeros(3, dtype)), (X > 0).sum(0))
 
 
 @pytest.mark.parametrize("revived", [revived_by_where, revived_by_a_condition, revived_in_a_loop])
@@ -186,9 +191,8 @@ IN_TURNS = {"towers": 4, "updates": "asynchronous"}
 @pytest.mark.parametrize("options", [APART, IN_TURNS])
 def test_towers_that_exchange_nothing_are_not_told_to_add_up_a_state(options):
     # The lie: an advice that the same step refuses.
-    step = mt.train_step(counting, optax.sgd(0.1), devices=2, **options)
     with pytest.warns(mt.MultitowerWarning, match="adds up rows.*Keep a mean instead"):
-        step(step.init(W, model_state=jnp.zeros(3)), X)
+        look_at_step(counting, model_state=jnp.zeros(3), devices=2, **options)
 
 
 def test_a_state_in_aux_that_adds_up_rows_is_told():
@@ -200,4 +204,6 @@ def test_a_state_in_aux_that_adds_up_rows_is_told():
 
 
 def test_a_mean_that_is_written_into_a_state_is_right():
-    np.testing.assert_allclose(after_a_step(averaging_in_place)[1], X.mean(), rtol=1e-6)
+    np.testing.assert_allclose(
+        state_after(averaging_in_place, jnp.zeros(3))[1], X.mean(), rtol=1e-6
+    )

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import multitower as mt
-from looking import W, X, after_a_step, losses
+from looking import W, X, look_at, look_at_step, losses
 from told import ours
 
 
@@ -20,41 +20,60 @@ def normalised_with_aux(w, mean, x):
     return losses(w, x - x.mean(0)).mean(), 0.9 * mean + 0.1 * x.mean(0)
 
 
+ZEROS = np.zeros(3, np.float32)
+
+
 def step_with_statistics(devices=2, **options):
     step = mt.train_step(normalised, optax.sgd(0.1), devices=devices, **options)
-    state, metrics = step(step.init(W, model_state=jnp.zeros(3)), X)
+    state, metrics = step(step.init(W, model_state=ZEROS), X)
     step(state, X)
     return metrics["loss"]
 
 
-def value_with_statistics(devices=2, **options):
-    run = mt.value_and_grad(
+def look_at_a_step(**options):
+    look_at_step(normalised, model_state=ZEROS, devices=2, **options)
+
+
+def gradient_with_statistics(devices=2, **options):
+    return mt.value_and_grad(
         normalised_with_aux, has_aux=True, in_axes=(None, None, 0), devices=devices, **options
     )
-    (value, _), _ = run(W, jnp.zeros(3), X), run(W, jnp.zeros(3), X)
+
+
+def value_with_statistics(**options):
+    run = gradient_with_statistics(**options)
+    (value, _), _ = run(W, ZEROS, X), run(W, ZEROS, X)
     return value[0]
+
+
+def look_at_a_gradient(**options):
+    look_at(gradient_with_statistics(**options), ZEROS, X)
 
 
 def step_with_those_of_tower_0(**options):
     return step_with_statistics(model_state_from="first", **options)
 
 
+def look_at_those_of_tower_0(**options):
+    look_at_a_step(model_state_from="first", **options)
+
+
 @pytest.mark.parametrize(
-    "run",
+    ("run", "look"),
     [
-        step_with_statistics,
-        pytest.param(step_with_those_of_tower_0, marks=pytest.mark.slow),
-        value_with_statistics,
+        (step_with_statistics, look_at_a_step),
+        pytest.param(step_with_those_of_tower_0, look_at_those_of_tower_0, marks=pytest.mark.slow),
+        (value_with_statistics, look_at_a_gradient),
     ],
 )
-def test_batch_norm_without_towers_is_told_once(run):
+def test_batch_norm_without_towers_is_told_once(run, look):
     # The lie: another model on another number of devices, and nobody is told.
     said = r"loss \(.*mean\(0\).*\): rows are normalised with statistics of their own tower's rows"
     with pytest.warns(mt.MultitowerWarning, match=said) as told:
         run()
     assert len(ours(told)) == 1
     assert "towers=2 gives the same" in ours(told)[0]
-    run(towers=2)  # as it says, and nothing is left to be told: warnings are errors here
+    look(towers=2)  # as it says, and nothing is left to be told: warnings are errors here
     whole = losses(W, X - X.mean(0)).mean()
     np.testing.assert_allclose(run(devices=1), whole, rtol=1e-6)  # as it says
 
@@ -69,7 +88,7 @@ def test_two_batch_norms_whose_statistics_the_loss_closes_over():
             new = [0.9 * a + 0.1 * b for a, b in zip(old, (first, second), strict=True)]
             return losses(w, hidden - second).mean(), new
 
-        return mt.grad(loss, has_aux=True, in_axes={"X": 0}, devices=2, **options)(W)
+        look_at(mt.grad(loss, has_aux=True, in_axes={"X": 0}, devices=2, **options))
 
     old = [jnp.zeros(3), jnp.zeros(3)]
     gradient(old, towers=2)  # warnings are errors here
@@ -107,7 +126,6 @@ MEETINGS = [turned_around, divided_by_their_norm, summed_up]
 MEETINGS_TOO = [compared_with_all, largest_first, decayed_by_a_scan]  # much as the others
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "mixed", [*MEETINGS, *(pytest.param(fn, marks=pytest.mark.slow) for fn in MEETINGS_TOO)]
 )
@@ -120,7 +138,7 @@ def test_rows_that_meet_before_a_batch_norm_are_no_statistics(mixed):
         return losses(w, hidden - mean), {}, 0.9 * model_state + 0.1 * mean
 
     with pytest.warns(mt.MultitowerWarning, match=r"loss \(.*\): rows are brought together"):
-        after_a_step(loss)
+        look_at_step(loss, model_state=ZEROS)
 
 
 def a_median(x):
@@ -162,8 +180,9 @@ def test_statistics_that_are_kept_are_meant(norm):
         hidden, kept = norm(x)
         return losses(w, hidden), {}, 0.9 * model_state + 0.1 * kept
 
-    step = mt.train_step(loss, optax.sgd(0.1), devices=1, towers=4)
-    step(step.init(W, model_state=jnp.zeros_like(norm(X)[1])), X)  # warnings are errors here
+    kept = jax.eval_shape(norm, X)[1]
+    before = np.zeros(kept.shape, kept.dtype)
+    look_at_step(loss, model_state=before)  # warnings are errors here
 
 
 def divided_by_their_running_means(w, x, *, model_state):
@@ -222,7 +241,7 @@ def a_product_of_means(w, x, *, model_state):
 def test_a_kept_mean_that_normalises_no_rows_is_told(loss):
     """Lie: a mean that goes into a state is a statistic, whatever else the loss makes of it."""
     with pytest.warns(mt.MultitowerWarning, match=r"loss \(.*\): rows are brought together"):
-        after_a_step(loss)
+        look_at_step(loss, model_state=ZEROS)
 
 
 def test_a_kept_mean_that_is_only_added_up_is_right():
@@ -230,7 +249,7 @@ def test_a_kept_mean_that_is_only_added_up_is_right():
         mean = (x * w).mean(0)
         return losses(w, x) + mean.sum(), {}, 0.9 * model_state + 0.1 * mean
 
-    after_a_step(loss)  # warnings are errors here
+    look_at_step(loss, model_state=ZEROS)  # warnings are errors here
 
 
 def test_statistics_that_a_scan_makes_are_meant():
@@ -239,4 +258,4 @@ def test_statistics_that_a_scan_makes_are_meant():
         mean = total / len(x)
         return losses(w, x - mean), {}, 0.9 * model_state + 0.1 * mean
 
-    after_a_step(loss)  # warnings are errors here
+    look_at_step(loss, model_state=ZEROS)  # warnings are errors here

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import multitower as mt
-from looking import W, X, look_at, losses, step_of
+from looking import W, X, look_at, look_at_step, losses
 from told import ours
 
 
@@ -25,7 +25,7 @@ def test_a_ratio_of_a_sum_and_a_number_of_the_whole_batch():
         return losses(w, batch[0]), {"mean": per_token(jax.lax.stop_gradient(w), *batch)}
 
     with pytest.warns(mt.MultitowerWarning, match=said):
-        step_of(as_metric)(W, (X, number))
+        look_at_step(as_metric, (X, number), devices=2, towers=None)
 
 
 @pytest.mark.parametrize(
@@ -52,10 +52,9 @@ def test_a_sum_beside_a_ratio_is_told_with_its_own_line():
         return masked + losses(w, x).sum()  # the sum
 
     with pytest.warns(mt.MultitowerWarning, match=r"reduce_sum at [^\n]*# the sum\): it is a sum"):
-        mt.grad(loss, devices=2)(W, X)
+        look_at(mt.grad(loss, devices=2), X)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "weight",
     [
@@ -69,10 +68,12 @@ def test_a_weight_that_is_no_sum_over_rows_is_told(weight):
     # The lie: a tower whose mask is empty counts as a row, and the loss is too small.
     loss = lambda w, x: mt.ratio(losses(w, x) * (x[:, 0] > 0), weight(x[:, 0] > 0))
     said = r"mt\.ratio .*: the weight is made of"
-    for run in (mt.grad(loss, devices=2), step_of(loss)):
-        with pytest.warns(mt.MultitowerWarning, match=said) as told:
-            run(W, X)
-        assert len(ours(told)) == 1
+    with pytest.warns(mt.MultitowerWarning, match=said) as told:
+        look_at(mt.grad(loss, devices=2), X)
+    assert len(ours(told)) == 1
+    with pytest.warns(mt.MultitowerWarning, match=said) as told:
+        look_at_step(loss, devices=2, towers=None)
+    assert len(ours(told)) == 1
 
 
 def penalty(w):
@@ -113,10 +114,12 @@ def summed_in_a_loop(w, x, start=0.0):
 def test_a_number_that_every_tower_adds_to_a_sum(loss, options):
     # The lie: a penalty on the weights counts once in every tower, and nobody is told.
     said = r"(loss|mt\.ratio) \((add|sub|reduce_sum) at .*\): a number that is the same in every"
-    for run in (mt.grad(loss, devices=2, **options), step_of(loss, **options)):
-        with pytest.warns(mt.MultitowerWarning, match=said) as told:
-            run(W, X)
-        assert len(ours(told)) == 1
+    with pytest.warns(mt.MultitowerWarning, match=said) as told:
+        look_at(mt.grad(loss, devices=2, **options), X)
+    assert len(ours(told)) == 1
+    with pytest.warns(mt.MultitowerWarning, match=said) as told:
+        look_at_step(loss, devices=2, towers=None, **options)
+    assert len(ours(told)) == 1
 
 
 # One function each: what was looked at once is not looked at again.
@@ -140,38 +143,50 @@ def test_a_penalty_on_parameters_of_every_kind(loss, w):
 LOG_NORMAL = 0.5 * np.log(2 * np.pi)
 
 
+BELONGING = [
+    (lambda w, x: losses(w, x) + penalty(w), "sum"),
+    (lambda w, x: losses(w, x).mean() + penalty(w), "mean"),
+    (lambda w, x: losses(w, x).sum() / len(x) + penalty(w), "mean"),
+    (lambda w, x: losses(w, x).sum() + 0.0 * penalty(w), "sum"),
+    (summed_in_a_loop, "sum"),
+    (lambda w, x: jnp.stack([losses(w, x).sum(), jnp.zeros(())]).sum(), "sum"),
+    (lambda w, x: jnp.append(losses(w, x).sum(), np.zeros(2, np.float32)).sum(), "sum"),
+    (lambda w, x: jnp.stack([losses(w, x).mean(), penalty(w)]).sum(), "mean"),
+    (lambda w, x: jnp.stack([losses(w, x).sum(), penalty(w)])[0], "sum"),
+    (stacked_terms_by_row, "sum"),
+    (lambda w, x: jnp.stack([losses(w, x).sum(), penalty(w)]) @ jnp.array([1, len(x)]), "sum"),
+    (lambda w, x: losses(w, x).sum() + len(x) * jnp.log(penalty(w)), "sum"),
+    (lambda w, x: (losses(w, x).sum() - -len(x) * (jnp.log(w[0]) + 1)) / len(x), "mean"),
+    (lambda w, x: losses(w, x).sum() + 0.5 * len(x) * jnp.log(penalty(w)), "sum"),
+    (lambda w, x: losses(w, x).sum() + len(x) * LOG_NORMAL, "sum"),
+    (lambda w, x: losses(w, x).sum() + penalty(w) * len(x) / 60_000, "sum"),
+    (lambda w, x: losses(w, x).sum() + penalty(w) * len(x) / 60_000 * w[0], "sum"),
+    (lambda w, x: losses(w, x).sum() + len(x) / 60_000 * penalty(w), "sum"),
+    (lambda w, x: losses(w, x).sum() + penalty(w) / (60_000 / len(x)), "sum"),
+    (lambda w, x: losses(w, x).sum() + 0.37 * len(x) * penalty(w), "sum"),
+    (lambda w, x: losses(w, x).sum() / (0.37 * len(x)) + penalty(w), "mean"),
+    (lambda w, x: losses(w, x).sum() + 0.5 * len(x) / 1_281_167 * penalty(w), "sum"),
+    (lambda w, x: losses(w, x).sum() + (jnp.ones(len(x)) * penalty(w)).sum(), "sum"),
+]
+
+
+@pytest.mark.parametrize(("loss", "reduction"), BELONGING)
+def test_nothing_is_said_of_what_belongs_to_a_sum(loss, reduction):
+    # The lie: n times log(sigma) is no sum over n rows. Warnings are errors.
+    look_at(mt.grad(loss, devices=2, reduction=reduction), X)
+
+
 @pytest.mark.parametrize(
     ("loss", "reduction"),
     [
-        (lambda w, x: losses(w, x) + penalty(w), "sum"),
-        (lambda w, x: losses(w, x).mean() + penalty(w), "mean"),
-        (lambda w, x: losses(w, x).sum() / len(x) + penalty(w), "mean"),
-        (lambda w, x: losses(w, x).sum() + 0.0 * penalty(w), "sum"),
-        (summed_in_a_loop, "sum"),
-        (lambda w, x: jnp.stack([losses(w, x).sum(), jnp.zeros(())]).sum(), "sum"),
-        (lambda w, x: jnp.append(losses(w, x).sum(), np.zeros(2, np.float32)).sum(), "sum"),
-        (lambda w, x: jnp.stack([losses(w, x).mean(), penalty(w)]).sum(), "mean"),
-        (lambda w, x: jnp.stack([losses(w, x).sum(), penalty(w)])[0], "sum"),
-        (stacked_terms_by_row, "sum"),
-        (lambda w, x: jnp.stack([losses(w, x).sum(), penalty(w)]) @ jnp.array([1, len(x)]), "sum"),
-        (lambda w, x: losses(w, x).sum() + len(x) * jnp.log(penalty(w)), "sum"),
-        (lambda w, x: (losses(w, x).sum() - -len(x) * (jnp.log(w[0]) + 1)) / len(x), "mean"),
-        (lambda w, x: losses(w, x).sum() + 0.5 * len(x) * jnp.log(penalty(w)), "sum"),
-        (lambda w, x: losses(w, x).sum() + len(x) * LOG_NORMAL, "sum"),
-        (lambda w, x: losses(w, x).sum() + penalty(w) * len(x) / 60_000, "sum"),
-        (lambda w, x: losses(w, x).sum() + penalty(w) * len(x) / 60_000 * w[0], "sum"),
-        (lambda w, x: losses(w, x).sum() + len(x) / 60_000 * penalty(w), "sum"),
-        (lambda w, x: losses(w, x).sum() + penalty(w) / (60_000 / len(x)), "sum"),
-        (lambda w, x: losses(w, x).sum() + 0.37 * len(x) * penalty(w), "sum"),
-        (lambda w, x: losses(w, x).sum() / (0.37 * len(x)) + penalty(w), "mean"),
-        (lambda w, x: losses(w, x).sum() + 0.5 * len(x) / 1_281_167 * penalty(w), "sum"),
-        (lambda w, x: losses(w, x).sum() + (jnp.ones(len(x)) * penalty(w)).sum(), "sum"),
+        pytest.param(*case, marks=[pytest.mark.slow] * (number not in (2, 17)))
+        for number, case in enumerate(BELONGING)
     ],
 )
-def test_nothing_is_said_of_what_belongs_to_a_sum(loss, reduction):
-    # The lie: n times log(sigma) is no sum over n rows. Warnings are errors.
-    value, _ = mt.value_and_grad(loss, devices=2, reduction=reduction)(W, X)
-    expected = jnp.sum(loss(W, X))
+def test_what_belongs_to_a_sum_is_right(loss, reduction):
+    # The lie: a wrong program among them, which nobody blames.
+    value, _ = mt.value_and_grad(loss, devices=1, towers=2, reduction=reduction)(W, X)
+    expected = jax.jit(lambda w, x: jnp.sum(loss(w, x)))(W, X)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
 
 
@@ -187,9 +202,10 @@ def test_nothing_is_said_of_a_penalty_that_towers_share(share):
     def loss(w, x):
         return losses(w, x).sum() + share(w, jax.lax.axis_size("towers"))
 
-    for options in ({"devices": 2}, {"devices": 2, "towers": 4}):
+    for options in ({"devices": 2}, {"devices": 1, "towers": 4}):
         value, _ = mt.value_and_grad(loss, reduction="sum", **options)(W, X)
-        np.testing.assert_allclose(value, losses(W, X).sum() + 0.1 * penalty(W), rtol=1e-5)
+        expected = ((X.sum(1) - 1) ** 2).sum() + 0.1 * 3  # W is one
+        np.testing.assert_allclose(value, expected, rtol=1e-5)
 
 
 def test_a_mean_and_what_counts_rows():
