@@ -31,15 +31,16 @@ def test_aux_by_rows_or_averaged(num_rows, towers):
             aux["mean"] = batch["y"].mean()
         return values, aux
 
-    run = mt.value_and_grad(loss, has_aux=True, devices=2, towers=towers)
-    (value, aux), grads = run(params, batch)
+    options = dict(has_aux=True, devices=1 if towers else 2, towers=towers)
+    (value, aux), grads = mt.value_and_grad(loss, **options)(params, batch)
     assert_close((value, grads), numpy_value_and_grad(params, batch))
-    assert_close((aux["values"], aux["norm"]), (losses(params, batch), norm_of(params)))
+    values = jax.jit(losses)(params, batch)
+    assert_close((aux["values"], aux["norm"]), (values, jax.jit(norm_of)(params)))
     np.testing.assert_array_equal(aux["pair"][0], batch["x"] > 0)
     assert aux["pair"][1] is None
     if num_rows == 16:
         assert_close(aux["mean"], batch["y"].mean())
-    grads_again, aux_again = mt.grad(loss, has_aux=True, devices=2, towers=towers)(params, batch)
+    grads_again, aux_again = mt.grad(loss, **options)(params, batch)
     assert_close((grads_again, aux_again), (grads, aux))
 
 
@@ -145,8 +146,8 @@ def test_a_counter_of_a_tower_stays_an_error(counts, towers):
 def test_results_of_one_call_are_on_the_same_devices():
     """The lie: rows that do not fill the towers are on one device, which JAX refuses to mix."""
     losses = lambda w, x: ((x * w) ** 2, {"rows": x * w})
-    for towers, few in ((4, 7), (6, 12)):
+    for towers, few in ((4, 7), (3, 12)):
         x = np.arange(few, dtype=np.float32)
-        gradient, aux = mt.grad(losses, has_aux=True, devices=4, towers=towers)(jnp.float32(2), x)
+        gradient, aux = mt.grad(losses, has_aux=True, devices=2, towers=towers)(jnp.float32(2), x)
         expected = (x**2).mean() * 8 * x.mean()
         np.testing.assert_allclose(gradient * aux["rows"].mean(), expected, rtol=1e-5)

@@ -86,7 +86,7 @@ def test_batches_that_end_or_fail_lose_no_step(tmp_path, fails, undisturbed):
         if fails:
             raise OSError("the disk of the data is gone")
 
-    trainer = make_trainer(2, run_dir=tmp_path, checkpoint_every=20)
+    trainer = make_trainer(1, run_dir=tmp_path, checkpoint_every=20)
     with pytest.raises(OSError if fails else mt.RunError) as error:
         trainer.fit(PARAMS, until_50, steps=60)
     said = [str(error.value), *getattr(error.value, "__notes__", [])]
