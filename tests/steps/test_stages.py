@@ -27,10 +27,10 @@ def check_model(loss, params):
 
 
 def test_each_leaf_is_on_the_devices_of_its_stage():
-    step = make(ema_decay=0.5, towers=1)
-    state, _ = train(step, batches=X[:1])
+    step = make(ema_decay=0.5, stages=2, devices=2, towers=1)
+    state, _ = train(step, WEIGHTS[:2], X[:1])
     places = [leaf.devices() for leaf in state.params]
-    assert places == [{device} for device in mt.devices(3)]
+    assert places == [{device} for device in mt.devices(2)]
     assert [leaf.devices() for leaf in state.ema_params] == places
     assert [leaf.devices() for leaf in state.opt_state[0].mu] == places
 
@@ -99,10 +99,10 @@ def test_changed_learning_rates_and_states_of_other_steps():
 
 def test_a_replica_with_other_bits_is_named():
     # The lie: replicas of a stage that drift apart unnoticed.
-    step = make(layout=(2, 1), devices=2)
+    step = make(layout=(2, 1), devices=2, stages=2, towers=2)
     state, _ = train(step, batches=X[:1])
     check_replicas(state)
-    block = state.kept.parts().blocks[1][2]
+    block = state.kept.parts().blocks[1][1]
     block.params[2] = block.params[2] + 1
     with pytest.raises(mt.StateError, match=r"cpu:1 holds .* in state\.params\[2\] than cpu:0"):
         check_replicas(state)
@@ -110,15 +110,16 @@ def test_a_replica_with_other_bits_is_named():
 
 def test_trap_a_resume_on_another_layout(tmp_path):
     # torchtitan#474: a checkpoint that only the layout that made it can read.
-    step = make(devices=2, stages=2, ema_decay=0.9, clip_norm=0.1)
+    given = {"towers": 2, "ema_decay": 0.9, "clip_norm": 0.1}
+    step = make(devices=2, stages=2, **given)
     state, _ = train(step, batches=X[:2])
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(2, state, {})
         undisturbed = mt.fingerprint(step(state, X[2])[0])
-        there = make(devices=2, stages=2, ema_decay=0.9, clip_norm=0.1, layout=(2, 1))
+        there = make(devices=2, stages=2, layout=(2, 1), **given)
         restored = checkpoints.restore(like=there.init(WEIGHTS)).state
         assert mt.fingerprint(there(restored, X[2])[0]) == undisturbed
-        whole = make(devices=1, stages=None, ema_decay=0.9, clip_norm=0.1)
+        whole = make(devices=1, stages=None, **given)
         state, _ = whole(checkpoints.restore(like=whole.init(WEIGHTS)).state, X[2])
     assert int(state.step) == 3
 
