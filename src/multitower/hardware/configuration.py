@@ -144,7 +144,7 @@ def warn_if_bits_depend_on_threads(found: Sequence[jax.Device]) -> None:
         advice = (
             f"{len(found)} devices need {threads}. To compare bits with a run on fewer devices, "
             f"start that one with NPROC={threads} XLA_FLAGS=--xla_force_host_platform_device_count="
-            "8, for 8 devices, and without mt.configure."
+            "8, for 8 devices, and without simulated_devices=."
         )
     _warn_once(
         "bits",
