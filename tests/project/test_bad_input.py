@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import multitower as mt
-from wrong_uses import W, X, add_one, losses
+from wrong_uses import W, X, add_one, assert_refused, losses
 
 WRONG = {
     "too many devices": (
@@ -76,9 +76,7 @@ WRONG = {
 
 @pytest.mark.parametrize("use", WRONG)
 def test_wrong_use(use):
-    call, error, message = WRONG[use]
-    with pytest.raises(error, match=f"(?s){message}"):
-        call()
+    assert_refused(*WRONG[use])
 
 
 @pytest.mark.parametrize("towers", [None, 4])

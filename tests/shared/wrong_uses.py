@@ -1,7 +1,8 @@
-"""What tables of wrong uses call: a loss, a step, a trainer, and short ways to call the rest."""
+"""What tables of wrong uses claim, and what they call: a loss, a step, a trainer, short ways."""
 
 import numpy as np
 import optax
+import pytest
 
 import multitower as mt
 
@@ -12,6 +13,12 @@ SGD = optax.sgd(0.1)
 
 def losses(w, x):
     return (x @ w) ** 2
+
+
+def assert_refused(call, error, message):
+    """What each entry of a table claims: the call raises such an error with these words."""
+    with pytest.raises(error, match=f"(?s){message}"):
+        call()
 
 
 MADE = mt.train_step(losses, SGD, devices=2)

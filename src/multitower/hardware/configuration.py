@@ -136,11 +136,12 @@ def warn_if_bits_depend_on_threads(found: Sequence[jax.Device]) -> None:
     if found[0].platform != "cpu" or os.environ.get("NPROC") == str(CPU_THREADS):
         return
     threads = _threads_for(len(found))
-    advice = (
-        f"mt.configure(simulated_devices={len(found)}), before JAX starts, makes it {threads} in "
-        f"all of them; so does starting Python with NPROC={threads}."
-    )
-    if threads > CPU_THREADS:
+    if threads == CPU_THREADS:
+        advice = (
+            f"mt.configure(simulated_devices={len(found)}), before JAX starts, makes it {threads} "
+            f"in all of them; so does starting Python with NPROC={threads}."
+        )
+    else:
         advice = (
             f"{len(found)} devices need {threads}. To compare bits with a run on fewer devices, "
             f"start that one with NPROC={threads} XLA_FLAGS=--xla_force_host_platform_device_count="
