@@ -264,12 +264,12 @@ class Trial:
         return found
 
     def gradients(
-        self, ways: Sequence[Towers], *, compiled: bool = True
+        self, ways: Sequence[tuple[Towers, list[Any]]], *, compiled: bool = True
     ) -> list[dict[str, tuple[Any, Any]]]:
         """The gradient of the loss over all towers, for each way to cut the batch.
 
         Args:
-            ways: the towers, for each way.
+            ways: the towers, and the `weights_of_ratio` of their results, for each way.
             compiled: as one program, as in a real call; else operation by operation.
 
         Returns:
@@ -286,8 +286,7 @@ class Trial:
 
         differentiate = jax.jit(jax.grad(share)) if compiled else jax.grad(share)
         found: list[dict[str, tuple[Any, Any]]] = []
-        for towers in ways:
-            weights = self._weights_of_ratio(towers)
+        for towers, weights in ways:
             if self.meets or not _runs_alone(differentiate, wanted, *towers[0], weights):
                 all_of = jax.vmap(differentiate, (None, 0, 0, None), axis_name=AXIS)
                 parts = _apart(all_of(wanted, *_together(towers), weights), len(towers))
@@ -299,14 +298,6 @@ class Trial:
                 sizes = {n: sum(np.abs(part[n]) for part in on_host) for n in numbers}
             found.append({name: (sums[n], sizes[n]) for n, name in numbers.items()})
         return found
-
-    def _weights_of_ratio(self, towers: Towers) -> list[Any]:
-        """The weights of a loss that is a ratio, over all towers."""
-        found = [one.leaves[0] for one in self.run(towers)]
-        if not isinstance(found[0], RatioSums):
-            return []
-        own = [one.weights for one in found]
-        return [sum(one) for one in zip(*own, strict=True)]
 
     def is_coarse(self, rows: list[Any], here: Tower) -> bool:
         """Whether the program computes with 16-bit floats."""
@@ -329,6 +320,14 @@ class Trial:
                 found[number] = self.arguments.of(path)
             number += 1
         return found
+
+
+def weights_of_ratio(found: Sequence[Found]) -> list[Any]:
+    """The weights of a loss that is a ratio, over all towers; none for another loss."""
+    losses = [one.leaves[0] for one in found]
+    if not isinstance(losses[0], RatioSums):
+        return []
+    return [sum(one) for one in zip(*(loss.weights for loss in losses), strict=True)]
 
 
 def _runs_alone(differentiate: Any, *args: Any) -> bool:

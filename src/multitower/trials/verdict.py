@@ -27,7 +27,7 @@ from multitower.checks.reading.flow import Flow
 from multitower.hardware.devices import devices
 from multitower.towers.leaves import is_key, is_legacy_key
 from multitower.trials.comparison import Compared, numbers_of
-from multitower.trials.trial import Found, Trial
+from multitower.trials.trial import Found, Towers, Trial, weights_of_ratio
 
 # Problems that arise if an argument is cut that every tower needs whole.
 _BY_A_TABLE: tuple[Kind, ...] = ("mixed rows", "row count", "gradient", "sum")
@@ -125,7 +125,8 @@ def _values(
         problems = _hidden(trial, tower_rows, read, group)
     if problems or not whole.has_loss or flows[0].is_drawn:
         return problems
-    return _gradients(trial, num_rows, ways, whole, flows[0])
+    found = [[whole], cut, strided]
+    return _gradients(trial, [[trial.whole(num_rows)], *ways], found, flows[0])
 
 
 def _hidden(trial: Trial, tower_rows: int, read: Read | None, group: int) -> list[Problem]:
@@ -142,15 +143,23 @@ def _hidden(trial: Trial, tower_rows: int, read: Read | None, group: int) -> lis
 
 
 def _gradients(
-    trial: Trial, num_rows: int, ways: Sequence[Any], whole: Found, flow: Flow
+    trial: Trial, ways: Sequence[Towers], results: Sequence[list[Found]], flow: Flow
 ) -> list[Problem]:
-    """Compares the gradients of a loss whose values agree."""
-    here = trial.whole(num_rows)
+    """Compares the gradients of a loss whose values agree.
+
+    Args:
+        trial: the function, and its inputs.
+        ways: the towers of each way to cut the batch; the first is the whole batch, as one tower.
+        results: what these towers returned, for each way.
+        flow: what the program does with rows on the way to the loss.
+    """
+    (whole,), (here,) = results[0], ways[0]
     relative = _COARSE if trial.is_coarse(*here) else _TOLERANCE
     of_loss = _OF_LOSS * _largest(whole.leaves[0])
+    weighted = [(way, weights_of_ratio(found)) for way, found in zip(ways, results, strict=True)]
 
     def parting(*, compiled: bool) -> str | None:
-        wanted, *found = trial.gradients([[here], *ways], compiled=compiled)
+        wanted, *found = trial.gradients(weighted, compiled=compiled)
         return _parting(wanted, found, relative, of_loss)
 
     try:
@@ -164,7 +173,7 @@ def _gradients(
         message = GRADIENT if parting(compiled=False) else COMPILED
     output = f"{whole.names[0]}'s gradient with respect to {name}"
     place = flow.places[0] if flow.places else None
-    return [Problem("gradient", output, place, message.format(num=len(ways[0])))]
+    return [Problem("gradient", output, place, message.format(num=len(ways[1])))]
 
 
 def _parting(wanted: Any, found: Sequence[Any], relative: float, of_loss: float) -> str | None:
