@@ -144,8 +144,152 @@ def running_norm(dice, numpy_rng):
     return {"scale": np.ones(WIDTH)}, apply
 
 
+# ---------------------------------------------------------------- layers that are seldom seen
+
+
+def exactly(h):
+    """At least float32: linear algebra and Fourier transforms know no 16-bit floats."""
+    return h.astype(jnp.promote_types(h.dtype, jnp.float32))
+
+
+def solved(dice, numpy_rng):
+    """Linear systems and triangular factors of each row's own."""
+
+    def apply(p, h, context):
+        rows = exactly(h)
+        matrix = 5 * jnp.eye(TIME) + jnp.tanh(rows @ p["w"])
+        factor = jnp.linalg.cholesky(jnp.eye(TIME) + matrix @ matrix.mT / 8)
+        size = jnp.linalg.slogdet(matrix)[1][:, None, None]
+        return h + (size * jnp.linalg.solve(matrix, rows) + factor @ rows / 4).astype(h.dtype)
+
+    return {"w": weights(numpy_rng, WIDTH, TIME)}, apply
+
+
+def spectral(dice, numpy_rng):
+    def apply(p, h, context):
+        kernel = exactly(p["real"]) + 1j * exactly(p["imaginary"])
+        filtered = jnp.fft.irfft(jnp.fft.rfft(exactly(h)) * kernel, WIDTH)
+        return h + filtered.astype(h.dtype)
+
+    names = "real", "imaginary"
+    return {name: numpy_rng.normal(0, 0.5, WIDTH // 2 + 1) for name in names}, apply
+
+
+def associative(dice, numpy_rng):
+    """A linear recurrence, as in state space models."""
+
+    def apply(p, h, context):
+        both = lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])
+        gates = jax.nn.sigmoid(h * p["gate"])
+        return jax.lax.associative_scan(both, (gates, h), axis=1, reverse=dice_says)[1]
+
+    dice_says = dice.random() < 0.5
+    return {"gate": numpy_rng.normal(size=WIDTH)}, apply
+
+
+def scattered(dice, numpy_rng):
+    """Adds to places that words name, some of them twice, and reads sorted places."""
+
+    def apply(p, h, context):
+        add = lambda h, word: jnp.zeros_like(h).at[word % TIME].add(h)
+        order = jnp.argsort(h, axis=1)
+        return jax.vmap(add)(h, context.words) * p["scale"] + jnp.take_along_axis(h, order, axis=1)
+
+    return {"scale": np.full(1, 0.3)}, apply
+
+
+def switched(dice, numpy_rng):
+    """Branches that all rows take, and branches that every row has for itself."""
+    branches = [jnp.tanh, jnp.sin, lambda h: 0.5 * h]
+
+    def apply(p, h, context):
+        h = jax.lax.cond(p["gate"].sum() > 0, jnp.sinh, jnp.arctan, 0.3 * h) * p["gate"]
+        return jax.vmap(lambda h, word: jax.lax.switch(word % 3, branches, h))(
+            h, context.words[:, 0]
+        )
+
+    return {"gate": numpy_rng.normal(size=WIDTH)}, apply
+
+
+def downhill(dice, numpy_rng):
+    """A step down an energy: a gradient with respect to the rows, inside of the loss."""
+
+    def apply(p, h, context):
+        energy = lambda h: (jax.nn.softplus(h @ p["w"]) * p["height"]).sum()
+        return h - 0.3 * jax.grad(energy)(h)
+
+    params = {"w": weights(numpy_rng, WIDTH, 3), "height": numpy_rng.normal(size=3)}
+    return params, apply
+
+
+@jax.custom_vjp
+def rounded(h):
+    return jnp.round(4 * h) / 4
+
+
+rounded.defvjp(
+    lambda h: (rounded(h), h), lambda h, gradient: (jnp.where(jnp.abs(h) < 2, gradient, 0),)
+)
+
+
+def quantised(dice, numpy_rng):
+    """Rounding with a gradient of its own, and integers that are multiplied."""
+
+    def apply(p, h, context):
+        signs = (h + 1e-3 > 0).astype(jnp.int8)
+        table = (p["w"] > 0).astype(jnp.int8)
+        counts = jnp.matmul(signs, table, preferred_element_type=jnp.int32)
+        return rounded(h @ p["w"]) + 0.1 * counts.astype(h.dtype)
+
+    return {"w": weights(numpy_rng, WIDTH, WIDTH)}, apply
+
+
+def low_rank(dice, numpy_rng):
+    """Weights that are made of others and normalised, and a number for itself."""
+
+    def apply(p, h, context):
+        w = p["a"] @ p["b"]
+        w = w * jax.lax.rsqrt((w**2).sum(0) + 1e-3) * p["scale"]
+        return h + jax.lax.map(lambda row: jnp.tanh(row @ w), h)  # row after row
+
+    a, b = weights(numpy_rng, WIDTH, 2), weights(numpy_rng, 2, WIDTH)
+    return {"a": a, "b": b, "scale": np.float64(0.7)}, apply
+
+
+def special(dice, numpy_rng):
+    of_a_row = lambda h: jax.nn.logsumexp(h, axis=(1, 2), keepdims=True)
+    functions = jax.lax.erf, jnp.expm1, jnp.log1p, jax.lax.lgamma, jnp.cbrt, of_a_row
+    chosen = dice.sample(functions, 2)
+
+    def apply(p, h, context):
+        for function in chosen:
+            h = h + p["scale"] * function(jnp.abs(h) + 0.1)
+        return jnp.maximum(h, jax.lax.cummax(h, axis=1) * 0.5)
+
+    return {"scale": np.full((1, WIDTH), 0.2)}, apply
+
+
+def depthwise(dice, numpy_rng):
+    def apply(p, h, context):
+        numbers = ("NWC", "WIO", "NWC")
+        alone = jax.lax.conv_general_dilated(
+            h, p["k"], (1,), "SAME", dimension_numbers=numbers, feature_group_count=WIDTH
+        )
+        wide = jax.lax.conv_transpose(alone, p["t"], (2,), "SAME", dimension_numbers=numbers)
+        return h + 0.5 * (wide[:, ::2] + wide[:, 1::2])
+
+    return {
+        "k": numpy_rng.normal(size=(3, 1, WIDTH)),
+        "t": weights(numpy_rng, 2, WIDTH, WIDTH),
+    }, apply
+
+
+SELDOM = [
+    solved, spectral, associative, scattered, switched, downhill, quantised, low_rank, special,
+    depthwise,
+]  # fmt: skip
 STATELESS_LAYERS = [
-    dense, attention, convolution, recurrence, stacked, experts, sorted_sums, table,
+    dense, attention, convolution, recurrence, stacked, experts, sorted_sums, table, *SELDOM,
 ]  # fmt: skip
 LAYERS = [*STATELESS_LAYERS, dropout, running_norm]
 
