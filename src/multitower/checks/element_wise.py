@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from multitower.checks.equations import follow, program_inside
+from multitower.checks.equations import Numbering, follow, program_inside
 from multitower.towers.leaves import is_key, is_traced
 
 _ELEMENT_WISE = frozenset({
@@ -30,8 +30,6 @@ _ELEMENT_WISE = frozenset({
     "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin",
     "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
 })  # fmt: skip
-
-Numbering = dict[Any, int]
 
 
 class Value(NamedTuple):

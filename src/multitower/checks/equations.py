@@ -213,6 +213,7 @@ def follow(
     return [of(atom) for atom in jaxpr.outvars]
 
 
+# The numbers given so far, by what a value is computed from.
 Numbering = dict[Any, int]
 
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from multitower.checks.element_wise import Numbering, Value, read_elements
+from multitower.checks.element_wise import Value, read_elements
+from multitower.checks.equations import Numbering
 from multitower.errors import ArgumentError
 from multitower.steps.optimizing.optimizer import call_update
 from multitower.towers.blocks import BlockLayout
