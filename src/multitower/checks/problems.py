@@ -109,6 +109,20 @@ MIXED = (
     "statistics of each tower's own rows are what you mean (BatchNorm), keep the function as it is "
     "and fix the number of towers with towers=."
 )
+QUOTIENT = (
+    "it is a division by a sum or a mean over rows, as in a mean with weights or a mask. A tower "
+    "has only its own rows, and the mean of the towers' quotients is not that of the whole batch. "
+    "As a loss or metric return mt.ratio(total, weight): towers add up both, and then divide. If "
+    "more is computed from the quotient, take such sums over all towers first, "
+    'jax.lax.psum(x.sum(0), "towers").'
+)
+BOUNDED = (
+    "a sum or a mean over rows gets a bound, as in jnp.maximum(mask.sum(), 1). A tower has only its "
+    "own rows, so the bound meets another number than on one device. For a mean with a mask "
+    "return mt.ratio(total, mask), which needs no bound: for 0 instead of 0 / 0 where no row of "
+    "any tower counts, add a tiny number, mask + 1e-9. Else bound what all towers have together, "
+    'jnp.maximum(jax.lax.pmean(x.mean(), "towers"), 0).'
+)
 DRAWN_TOGETHER = (
     'keys of "rbg" or "unsafe_rbg", one for each row, are drawn from together: jax.vmap draws the '
     "numbers of all rows that it is given from the first key, so they depend on the rows of a "
@@ -152,6 +166,8 @@ WHY_MIXED = {
     **dict.fromkeys(("split", "slice", "chunks"), PARTS),
     **dict.fromkeys(("reduce_max", "reduce_min"), LARGEST),
     **dict.fromkeys(MEETINGS, TOO_LATE),
+    **dict.fromkeys(("max", "min", "clamp"), BOUNDED),
+    "div": QUOTIENT,
     "random_bits": DRAWN_TOGETHER,
     "layout": LAID_OUT,
 }

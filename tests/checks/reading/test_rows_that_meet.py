@@ -1,5 +1,7 @@
 """Rows that are brought together are told, whichever operation does it."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,6 +46,35 @@ def test_predictions_that_are_one_mean_for_every_row_are_told(name):
 def test_one_mean_of_all_rows_is_right():
     mean_of_all = lambda x: jnp.full(len(x), jax.lax.pmean(x.mean(), "towers"))
     look_at_call(mt.make_parallel(mean_of_all, devices=2), X)  # warnings are errors
+
+
+# A mean with a mask, as it is written for one device, and how the message begins.
+MASKED = {
+    "sum": (lambda loss, mask: (loss * mask).sum() / mask.sum(), "div", "it is a division by"),
+    "where": (lambda loss, mask: loss.mean(where=mask), "div", "it is a division by"),
+    "bound": (
+        lambda loss, mask: (loss * mask).sum() / jnp.maximum(mask.sum(), 1),
+        "max",
+        r"a sum or a mean over rows gets a bound, as in jnp.maximum\(mask.sum\(\), 1\)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("mean", "operation", "why"), MASKED.values(), ids=MASKED)
+def test_a_mean_with_a_mask_is_told_what_to_return(mean, operation, why):
+    """Lie: the advice is there, behind that for contrastive losses."""
+    said = rf"loss \({operation} at .*\): {why}.*return mt\.ratio\(total, "
+    with pytest.warns(mt.MultitowerWarning, match=said):
+        look_at(mt.grad(lambda w, x: mean(losses(w, x), x[:, 0] > 0), devices=2), X)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mean", "operation", "why"), MASKED.values(), ids=MASKED)
+def test_a_mean_with_a_mask_is_checked_as_it_is_looked_at(mean, operation, why):
+    fn = lambda w, x: mean(losses(w, x), x[:, 0] > 0)
+    (problem,) = mt.check_parallel(fn, W, X).problems
+    assert problem.where.startswith(f"{operation} at ")
+    assert re.match(why, problem.message)
 
 
 def smallest_and_largest(w, x):
