@@ -341,6 +341,7 @@ def _refuse_tangent(primals: Any, tangents: Any) -> Any:
         raise OutputError(
             "the weight of mt.ratio(total, weight) depends on the parameters: towers add up their "
             "weights before they differentiate. If it is meant as a constant, say "
-            "jax.lax.stop_gradient(weight); if not, the loss is not a mean over towers."
+            "jax.lax.stop_gradient(weight); if not, as in a Dice loss over the batch, divide the "
+            "sums of all rows, mt.all_rows(total).sum() / mt.all_rows(weight).sum()."
         )
     return weight, jnp.zeros_like(weight)
