@@ -113,8 +113,8 @@ QUOTIENT = (
     "it is a division by a sum or a mean over rows, as in a mean with weights or a mask. A tower "
     "has only its own rows, and the mean of the towers' quotients is not that of the whole batch. "
     "As a loss or metric return mt.ratio(total, weight): towers add up both, and then divide. If "
-    "more is computed from the quotient, take such sums over all towers first, "
-    'jax.lax.psum(x.sum(0), "towers").'
+    "more is computed from the quotient, take the sums or means over all towers first, "
+    'jax.lax.psum(x.sum(0), "towers") or jax.lax.pmean(x.mean(0), "towers").'
 )
 BOUNDED = (
     "a sum or a mean over rows gets a bound, as in jnp.maximum(mask.sum(), 1). A tower has only its "
