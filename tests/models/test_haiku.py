@@ -20,11 +20,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*with statistics of their own t
 X = np.random.default_rng(0).normal(size=(2, 16, 4)).astype(np.float32)  # two batches of 16 rows
 
 
+def spread(shape, dtype):
+    """First weights of NumPy: a program that draws some compiles longer."""
+    return jnp.asarray(np.sin(np.arange(1, 1 + np.prod(shape)) * 7).reshape(shape), dtype)
+
+
 def forward(x):
-    x = hk.Linear(6, with_bias=False)(x)
+    x = hk.Linear(6, with_bias=False, w_init=spread)(x)
     x = hk.BatchNorm(create_scale=True, create_offset=True, decay_rate=0.5)(x, is_training=True)
     x = hk.dropout(hk.next_rng_key(), 0.5, jnp.tanh(x))
-    return hk.Linear(1)(x)[:, 0]
+    return hk.Linear(1, with_bias=False, w_init=spread)(x)[:, 0]
 
 
 NET = hk.transform_with_state(forward)
