@@ -96,7 +96,8 @@ def found(monkeypatch):
     "name",
     [
         pytest.param(
-            name, marks=[pytest.mark.slow] if name in ("blocks", "local", "local loop") else []
+            name,
+            marks=[] if name in ("fast", "towers", "shard_params", "stages") else pytest.mark.slow,
         )
         for name in WAYS
     ],
@@ -145,7 +146,7 @@ def test_weights_in_an_object_are_no_constants_of_value_and_grad(way, found):
     assert max(found) == 1
 
 
-@pytest.mark.parametrize("name", ["fast", "towers", "stages"])
+@pytest.mark.parametrize("name", ["fast", "towers", pytest.param("stages", marks=pytest.mark.slow)])
 def test_an_array_that_is_gone_is_refused_in_words(name):
     # The lie, with JAX 0.10: one device has no copy, and the others wait for it forever.
     losses, _, teacher = make_losses(TEACHER, cuts=name == "stages")
