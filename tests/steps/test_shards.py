@@ -31,7 +31,11 @@ BATCHES = [
     for rows in (12, 7, 12)  # a ragged one in the middle
 ]
 WAYS = {"params": {"shard_params": True}, "update": {"shard_update": True}}
-STATE = {"rng": jax.random.key(1), "model_state": np.float32(0)}
+
+
+def first_state(step):
+    """Of these parameters."""
+    return step.init(PARAMS, rng=jax.random.key(1), model_state=np.float32(0))
 
 
 def losses(params, batch, *, rng, model_state):
@@ -122,7 +126,7 @@ def test_it_equals_plain_optax_on_one_device(optimizer, devices, way):
     # rows that only fill up.
     expected, wanted = on_one_device(optimizer, 0.05, 0.9)
     step = make(devices, optimizer, clip_norm=0.05, ema_decay=0.9, **WAYS[way])
-    state, metrics = train(step, step.init(PARAMS, **STATE))
+    state, metrics = train(step, first_state(step))
     found = (state.params, state.opt_state, state.ema_params, state.model_state)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for (path, leaf), other in zip(
@@ -152,7 +156,7 @@ def nbytes(params, *names):
 def trained(request):
     """A step on three devices, its first state's arrays, and a later state."""
     step = make(3, ema_decay=0.9, **WAYS[request.param])
-    first = step.init(PARAMS, **STATE)
+    first = first_state(step)
     arrays = [first.params["table"], first.opt_state[0].mu["hidden"], first.ema_params["table"]]
     held = bytes_by_device((first.params, first.opt_state, first.ema_params))
     state, metrics = step(first, BATCHES[0])
@@ -202,7 +206,7 @@ def test_what_a_compiled_step_sends(trained):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_batch_that_is_not_finite_changes_nothing(way):
     step = make(3, ema_decay=0.9, diagnostics=True, skip_nonfinite=True, **WAYS[way])
-    state, metrics = step(step.init(PARAMS, **STATE), BATCHES[0])
+    state, metrics = step(first_state(step), BATCHES[0])
     assert float(metrics["skipped"]) == 0
     assert metrics["finite_params"].all()
     assert metrics["tower_losses"].shape == (3,)
@@ -264,7 +268,7 @@ def test_a_checkpoint_goes_on_anywhere(trained, tmp_path):
             make(1, ema_decay=0.9),
             make(2, ema_decay=0.9, towers=4),
         ):
-            like = other.init(PARAMS, **STATE)
+            like = first_state(other)
             restored = checkpoints.restore(like=like).state
             assert mt.fingerprint(restored) == saved
             if other.placement.num_towers == 2:
