@@ -120,7 +120,9 @@ def test_no_program_has_a_large_constant_and_numbers_are_those_of_numpy(name, fo
     np.testing.assert_array_equal(teacher, kept)
 
 
-@pytest.mark.parametrize("way", [{"devices": 2}, {"devices": 1, "towers": 2}])
+@pytest.mark.parametrize(
+    "way", [{"devices": 2}, pytest.param({"devices": 1, "towers": 2}, marks=pytest.mark.slow)]
+)
 def test_weights_in_an_object_are_no_constants_of_value_and_grad(way, found):
     # The lie: other rows, or other weights in the object, find the program of the first ones.
     class Holder:

@@ -231,6 +231,7 @@ def test_same_bits_for_a_leaf_larger_than_a_buffer_that_devices_do_not_divide():
     assert len(found) == 1
 
 
+@pytest.mark.slow
 def test_same_bits_for_one_row_and_eight_towers():
     """Lie: seven empty towers contribute something, or a NaN."""
     params = {"w": np.ones(5, np.float32)}

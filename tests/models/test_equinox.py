@@ -303,9 +303,8 @@ def permuted_losses(model, x):
     return (x[:, model.order] @ model.weight - x[:, 0]) ** 2
 
 
-@pytest.mark.parametrize(
-    "options", [{}, pytest.param({"towers": 2}, marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"towers": 2}], ids=str)
 def test_models_of_one_step_keep_their_own_integers(options):
     """An ensemble. Lie: all of them are trained with the integers of the last one."""
 

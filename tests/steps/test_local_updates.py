@@ -366,6 +366,7 @@ def test_a_tower_without_rows_skips_no_step():
     assert [metrics["skipped"] for metrics in history] == [0, 1]
 
 
+@pytest.mark.slow
 def test_models_of_other_shapes_meet_in_turn():
     """Lie: the programs of a meeting are those of the model that came first."""
     loss = lambda w, x: (x[:, : len(w)] @ w - 1) ** 2

@@ -73,6 +73,7 @@ def test_equals_a_numpy_replay_of_the_rotation(towers, options):
         assert int(metrics["staleness"]) == staleness
 
 
+@pytest.mark.slow
 def test_no_staleness_is_synchronous_training():
     # The lies: the key of one tower for all of a group; the sum over towers for their mean.
     def loss(params, batch, *, rng):

@@ -261,6 +261,7 @@ def test_a_later_step_inside_jit_is_refused_as_the_first_one_is(options):
     assert np.isfinite(metrics["loss"])
 
 
+@pytest.mark.slow
 def test_a_number_that_adapts_to_others_is_a_kind_of_its_own():
     # The lie, with stages: the dtype, and so the bits, of the batch that came first.
     def loss(params, batch):

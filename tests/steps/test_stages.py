@@ -99,6 +99,7 @@ def test_changed_learning_rates_and_states_of_other_steps():
         step(state.replace(opt_state=other), X[1])
 
 
+@pytest.mark.slow
 def test_a_replica_with_other_bits_is_named():
     # The lie: replicas of a stage that drift apart unnoticed.
     step = make(optimizer=optax.sgd(0.05), layout=(2, 1), devices=2, stages=2, towers=2)
@@ -200,6 +201,7 @@ def test_a_device_holds_its_stages_alone():
         assert [float(x) for x in line.split()] == pytest.approx([each] * (32 // each), rel=0.02)
 
 
+@pytest.mark.slow
 def test_states_and_batches_in_other_forms():
     step = make(optimizer=MOMENTUM, stages=2, devices=2, ema_decay=0.9)
     state, _ = train(step, WEIGHTS[:2], X[:1])
@@ -244,6 +246,7 @@ def test_models_of_functions(framework):
     check_model(lambda params, batch: apply(params, batch)[:, 0] ** 2, params)
 
 
+@pytest.mark.slow
 def test_rows_of_other_shapes_are_another_program():
     """Lie: JAX's words about argument types, for sentences of another length."""
     loss = lambda w, x: (jnp.tanh(x.mean(1, keepdims=True) @ w["a"]) @ w["b"]).sum(1)
