@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 import multitower as mt
+from looking import look_at_step
 from tower_keys import tower_key
 from trees import assert_close
 
@@ -480,9 +481,8 @@ def test_a_parameter_that_a_call_writes_into_is_named(make, name):
     told = rf"{name}.*only the optimizer changes parameters"
     with pytest.warns(mt.MultitowerWarning, match=f"(?i){told}"):
         mt.grad(lambda model, x: model(x).reshape(-1), devices=1, towers=2)(model, X[0])
-    step = mt.train_step(lambda model, x: model(x).reshape(-1), optax.sgd(0.1), devices=1, towers=2)
     with pytest.warns(mt.MultitowerWarning, match=f"(?i){told}"):
-        step(step.init(model), X[0])
+        look_at_step(lambda model, x: model(x).reshape(-1), X[0], w=model, towers=2)
     (problem,) = mt.check_parallel(lambda model, x: model(x).reshape(-1), model, X[0]).problems
     assert problem.kind == "written"
 
