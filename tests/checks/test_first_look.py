@@ -94,10 +94,10 @@ def test_a_loss_of_fixed_rows_is_told_where_it_is_wrong_or_right():
     "taken",
     [
         lambda x: [x[n] for n in range(len(x))],
-        jnp.unstack,
         *(
             pytest.param(taken, marks=pytest.mark.slow)
             for taken in (
+                jnp.unstack,
                 list,
                 lambda x: [x[-n : len(x) - n + 1][0] for n in range(len(x), 0, -1)],
                 lambda x: [one[0] for one in jnp.split(x, len(x))],

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import looking
 import multitower as mt
 
 ROWS, TIMES, COLUMNS = 8, 3, 4
@@ -99,7 +100,7 @@ def test_values_of_other_rows_in_place_of_a_row_are_a_warning(name):
     # The lie: a tower's rows lie in such an axis as those of the batch do.
     loss = WRONG[name]
     with pytest.warns(mt.MultitowerWarning, match=CAUSE):
-        mt.value_and_grad(loss, devices=4)(W, X)
+        looking.look_at_call(mt.value_and_grad(loss, devices=4), W, X)
     few = some_rows(loss)  # one loss per row is right in full towers
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -96,7 +96,8 @@ def found(monkeypatch):
     "name",
     [
         pytest.param(
-            name, marks=[pytest.mark.slow] if name in ("blocks", "local", "local loop") else []
+            name,
+            marks=[] if name in ("fast", "towers", "shard_params", "stages") else pytest.mark.slow,
         )
         for name in WAYS
     ],
@@ -119,7 +120,9 @@ def test_no_program_has_a_large_constant_and_numbers_are_those_of_numpy(name, fo
     np.testing.assert_array_equal(teacher, kept)
 
 
-@pytest.mark.parametrize("way", [{"devices": 2}, {"devices": 1, "towers": 2}])
+@pytest.mark.parametrize(
+    "way", [{"devices": 2}, pytest.param({"devices": 1, "towers": 2}, marks=pytest.mark.slow)]
+)
 def test_weights_in_an_object_are_no_constants_of_value_and_grad(way, found):
     # The lie: other rows, or other weights in the object, find the program of the first ones.
     class Holder:
@@ -145,7 +148,7 @@ def test_weights_in_an_object_are_no_constants_of_value_and_grad(way, found):
     assert max(found) == 1
 
 
-@pytest.mark.parametrize("name", ["fast", "towers", "stages"])
+@pytest.mark.parametrize("name", ["fast", "towers", pytest.param("stages", marks=pytest.mark.slow)])
 def test_an_array_that_is_gone_is_refused_in_words(name):
     # The lie, with JAX 0.10: one device has no copy, and the others wait for it forever.
     losses, _, teacher = make_losses(TEACHER, cuts=name == "stages")

@@ -78,15 +78,16 @@ def test_weights_on_one_device_are_copied_once(towers):
 def test_weights_that_are_there_twice_are_copied_to_their_own_places(towers):
     """The lie: the copy of one array is taken for that of the next."""
     losses = lambda params, x: (x @ params[0]) + (x @ params[1]) * (x @ params[2])
-    x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
-    twice, other = jnp.arange(3.0), jnp.full(3, 7.0)
+    x = np.random.default_rng(0).integers(-3, 4, size=(8, 3)).astype(np.float32)  # exact means
+    twice, other, one_more = (jnp.asarray(np.float32(w)) for w in ([0, 1, 2], [7] * 3, [1, 2, 3]))
     gradient = mt.value_and_grad(losses, devices=2, towers=towers)
-    by_jax = jax.jit(jax.value_and_grad(lambda params: losses(params, x).mean()))
-    for params in ([twice, twice, other], [other, twice, twice + 1]):
-        for found, wanted in zip(
-            jax.tree.leaves(gradient(params, x)), jax.tree.leaves(by_jax(params)), strict=True
-        ):
-            np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    for params in ([twice, twice, other], [other, twice, one_more]):
+        first, second, third = (x @ np.asarray(w) for w in params)
+        found, gradients = gradient(params, x)
+        assert found == (first + second * third).mean()
+        wanted = [x.mean(0), third @ x / 8, second @ x / 8]
+        for one, by_hand in zip(gradients, wanted, strict=True):
+            np.testing.assert_array_equal(one, by_hand)
 
 
 def test_a_copy_of_weights_goes_when_they_go():

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 
+import looking
 import multitower as mt
 from tower_keys import tower_key
 
@@ -119,10 +120,13 @@ def test_the_keys_of_towers(make_key, towers):
 
 def other_keys(key):
     """The keys of towers 1 to 7; and keys that user code makes, of layers, steps, and of Flax."""
-    numbers = [*range(8), *(np.uint32(2**32 - n) for n in range(1, 8))]  # Flax folds in from 0 on
-    own = [*(jax.random.fold_in(key, n) for n in numbers), *jax.random.split(key, 8)]
-    others = [tower_key(key, tower) for tower in range(1, 8)]
-    return tuple(jnp.stack([jax.random.key_data(one) for one in keys]) for keys in (others, own))
+    numbers = np.uint32([*range(8), *(2**32 - n for n in range(1, 8))])  # Flax folds in from 0 on
+    folded = jax.vmap(lambda n: jax.random.fold_in(key, n))(numbers)
+    own = jnp.concatenate(
+        [jax.random.key_data(keys) for keys in (folded, jax.random.split(key, 8))]
+    )
+    others = [jax.random.key_data(tower_key(key, tower)) for tower in range(1, 8)]
+    return jnp.stack(others), own
 
 
 def drawing(w, state, x):
@@ -225,11 +229,11 @@ def test_a_key_that_is_shared_by_mistake_is_named(make_key):
     run = mt.value_and_grad(loss, in_axes=(None, 0, None), devices=2)
     message = r"in_axes\[2\] is None and shares extra\['key'\]"
     with pytest.warns(mt.MultitowerWarning, match=message):
-        run(1.0, X, {"key": make_key(0)})
+        looking.look_at_call(run, 1.0, X, {"key": make_key(0)})
     with warnings.catch_warnings():
         warnings.simplefilter("error", mt.MultitowerWarning)
         apart = mt.value_and_grad(loss, in_axes=(None, 0, {"key": 0}), devices=2)
-        apart(1.0, X, {"key": make_key(0)})
+        looking.look_at_call(apart, 1.0, X, {"key": make_key(0)})
 
 
 @same_bits_every_day
@@ -238,9 +242,10 @@ def test_jax_finds_a_key_that_is_used_twice_in_the_loss_alone(towers):
     once = lambda w, x, key: (w * x * noise(key, x)).sum(1)
     twice = lambda w, x, key: once(w, x, key) * once(w, x, key)
     with jax.debug_key_reuse(True):
-        mt.grad(once, devices=2, towers=towers)(1.0, X, jax.random.key(0))
+        where = {"devices": 1 if towers else 2, "towers": towers}
+        mt.grad(once, **where)(1.0, X, jax.random.key(0))
         with pytest.raises(jax.errors.KeyReuseError):
-            mt.grad(twice, devices=2, towers=towers)(1.0, X, jax.random.key(0))
+            mt.grad(twice, **where)(1.0, X, jax.random.key(0))
 
 
 @pytest.mark.slow

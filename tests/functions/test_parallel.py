@@ -214,7 +214,7 @@ def test_law_l6_random_numbers_differ_by_tower_never_by_device(traced):
     """Trap: the same dropout mask on every tower; or masks that change with the devices."""
     x = np.zeros((12, 3), np.float32)
     draws = []
-    for num_devices in (1, 2, 4) if traced else (1, 3):
+    for num_devices in (1, 2, 4) if traced else (1, 2):
         parallel = mt.make_parallel(noise, devices=num_devices, towers=6)
         parallel = jax.jit(parallel) if traced else parallel
         draws.append(np.asarray(parallel(jax.random.key(1), x)))
@@ -233,11 +233,11 @@ def test_a_shared_key_is_the_same_key_everywhere():
     assert (rows == rows[0]).all()
 
 
-def test_a_key_per_row_goes_with_its_row():
+@pytest.mark.parametrize("towers", [pytest.param(None, marks=pytest.mark.slow), 4])
+def test_a_key_per_row_goes_with_its_row(towers):
     keys = jax.random.split(jax.random.key(0), 5)
     draw = jax.vmap(lambda key: jax.random.uniform(key, 2))
-    for towers in (None, 3):
-        assert_equal(mt.make_parallel(draw, devices=3, towers=towers)(keys), jax.jit(draw)(keys))
+    assert_equal(mt.make_parallel(draw, devices=2, towers=towers)(keys), jax.jit(draw)(keys))
 
 
 def test_keys_may_be_results():
@@ -256,8 +256,7 @@ def test_towers_give_the_same_bits_on_every_device_count():
     x = rng.normal(size=(13, 40)).astype(np.float32)
     w = rng.normal(size=(40, 30)).astype(np.float32)
     found = {
-        mt.fingerprint(mt.make_parallel(fn, (0, None), devices=d, towers=8)(x, w))
-        for d in (1, 2, 3)
+        mt.fingerprint(mt.make_parallel(fn, (0, None), devices=d, towers=8)(x, w)) for d in (1, 3)
     }
     assert len(found) == 1
 

@@ -23,13 +23,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*with statistics of their own t
 X = np.random.default_rng(0).normal(size=(2, 16, 4)).astype(np.float32)  # two batches of 16 rows
 
 
+def spread(_key, shape, dtype):
+    """First weights of NumPy: a program that draws some compiles longer."""
+    return jnp.asarray(np.sin(np.arange(1, 1 + np.prod(shape)) * 7).reshape(shape), dtype)
+
+
 class Net(nn.Module):
     @nn.compact
     def __call__(self, x, train):
-        x = nn.Dense(6, use_bias=False)(x)
+        x = nn.Dense(6, use_bias=False, kernel_init=spread)(x)
         x = nn.BatchNorm(use_running_average=not train, momentum=0.5)(x)
         x = nn.Dropout(0.5, deterministic=not train)(jnp.tanh(x))
-        return nn.Dense(1)(x)[:, 0]
+        return nn.Dense(1, use_bias=False, kernel_init=spread)(x)[:, 0]
 
 
 @jax.jit

@@ -17,6 +17,7 @@ LIMIT = 1.5
 # The ways to step, and other devices for those with the same bits.
 WAYS = {
     "fast": ({"devices": 2}, None),
+    "towers": ({"towers": 4, "devices": 1}, None),
     "same bits": ({"towers": 4, "devices": 2}, 1),
     "blocks": ({"towers": 4, "devices": 2, "shard_update": True}, 1),
     "shards": ({"devices": 2, "shard_params": True}, None),
@@ -71,7 +72,8 @@ def numpy_norms(limit):
     ("way", "limit"),
     [
         ("fast", LIMIT),
-        ("same bits", LIMIT),
+        ("towers", LIMIT),
+        pytest.param("same bits", LIMIT, marks=pytest.mark.slow),
         pytest.param("blocks", None, marks=pytest.mark.slow),
         ("shards", LIMIT),
         pytest.param("stages", None, marks=pytest.mark.slow),

@@ -118,13 +118,14 @@ def check(state, told, towers):
     assert int(state.step) == len(BATCHES)
 
 
-def test_same_bits_on_any_number_of_devices_and_those_of_a_replay():
-    prints = []
-    for devices in (1, 2):
+@pytest.mark.parametrize("counts", [(1,), pytest.param((1, 2), marks=pytest.mark.slow)], ids=str)
+def test_same_bits_on_any_number_of_devices_and_those_of_a_replay(counts):
+    prints = set()
+    for devices in counts:
         state, told = train(devices=devices, towers=TOWERS)
         check(state, told, TOWERS)
-        prints.append(mt.fingerprint((state, told)))
-    assert prints[0] == prints[1]
+        prints.add(mt.fingerprint((state, told)))
+    assert len(prints) == 1
 
 
 def test_fast_steps_and_a_ratio():

@@ -19,6 +19,8 @@ from multitower.training.checkpoints.checkpoint import Checkpoints
 from processes import run_fork
 from staged_steps import WEIGHTS, X, check, losses, make, train
 
+MOMENTUM = optax.sgd(0.05, momentum=0.9)  # a state that compiles faster than Adam's
+
 
 def check_model(loss, params):
     """The same training with and without stages, and with the bits of one device."""
@@ -27,12 +29,12 @@ def check_model(loss, params):
 
 
 def test_each_leaf_is_on_the_devices_of_its_stage():
-    step = make(ema_decay=0.5, stages=2, devices=2, towers=1)
+    step = make(optimizer=MOMENTUM, ema_decay=0.5, stages=2, devices=2, towers=1)
     state, _ = train(step, WEIGHTS[:2], X[:1])
     places = [leaf.devices() for leaf in state.params]
     assert places == [{device} for device in mt.devices(2)]
     assert [leaf.devices() for leaf in state.ema_params] == places
-    assert [leaf.devices() for leaf in state.opt_state[0].mu] == places
+    assert [leaf.devices() for leaf in state.opt_state[0].trace] == places
 
 
 @pytest.mark.slow
@@ -97,30 +99,31 @@ def test_changed_learning_rates_and_states_of_other_steps():
         step(state.replace(opt_state=other), X[1])
 
 
+@pytest.mark.slow
 def test_a_replica_with_other_bits_is_named():
     # The lie: replicas of a stage that drift apart unnoticed.
-    step = make(layout=(2, 1), devices=2, stages=2, towers=2)
-    state, _ = train(step, batches=X[:1])
+    step = make(optimizer=optax.sgd(0.05), layout=(2, 1), devices=2, stages=2, towers=2)
+    state, _ = train(step, WEIGHTS[:2], X[:1])
     check_replicas(state)
     block = state.kept.parts().blocks[1][1]
-    block.params[2] = block.params[2] + 1
-    with pytest.raises(mt.StateError, match=r"cpu:1 holds .* in state\.params\[2\] than cpu:0"):
+    block.params[1] = block.params[1] + 1
+    with pytest.raises(mt.StateError, match=r"cpu:1 holds .* in state\.params\[1\] than cpu:0"):
         check_replicas(state)
 
 
 def test_trap_a_resume_on_another_layout(tmp_path):
     # torchtitan#474: a checkpoint that only the layout that made it can read.
-    given = {"towers": 2, "ema_decay": 0.9, "clip_norm": 0.1}
+    given = {"optimizer": MOMENTUM, "towers": 2, "ema_decay": 0.9}
     step = make(devices=2, stages=2, **given)
-    state, _ = train(step, batches=X[:2])
+    state, _ = train(step, WEIGHTS[:2], X[:2])
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(2, state, {})
         undisturbed = mt.fingerprint(step(state, X[2])[0])
         there = make(devices=2, stages=2, layout=(2, 1), **given)
-        restored = checkpoints.restore(like=there.init(WEIGHTS)).state
+        restored = checkpoints.restore(like=there.init(WEIGHTS[:2])).state
         assert mt.fingerprint(there(restored, X[2])[0]) == undisturbed
         whole = make(devices=1, stages=None, **given)
-        state, _ = whole(checkpoints.restore(like=whole.init(WEIGHTS)).state, X[2])
+        state, _ = whole(checkpoints.restore(like=whole.init(WEIGHTS[:2])).state, X[2])
     assert int(state.step) == 3
 
 
@@ -198,9 +201,10 @@ def test_a_device_holds_its_stages_alone():
         assert [float(x) for x in line.split()] == pytest.approx([each] * (32 // each), rel=0.02)
 
 
+@pytest.mark.slow
 def test_states_and_batches_in_other_forms():
-    step = make(devices=2, ema_decay=0.9)
-    state, _ = train(step, batches=X[:1])
+    step = make(optimizer=MOMENTUM, stages=2, devices=2, ema_decay=0.9)
+    state, _ = train(step, WEIGHTS[:2], X[:1])
     copy = jax.tree.map(jnp.copy, state)
     pickled = pickle.loads(pickle.dumps(state))
     assert all(a is b for a, b in zip(step.model(state), state.params, strict=True))
@@ -216,8 +220,8 @@ def test_states_and_batches_in_other_forms():
 
 
 def test_the_users_arrays_are_never_overwritten():
-    params = [jnp.asarray(w) for w in WEIGHTS]
-    step = make(devices=1)
+    params = [jnp.asarray(w) for w in WEIGHTS[:2]]
+    step = make(optimizer=MOMENTUM, stages=2, devices=1)
     state = step.init(params)
     state, _ = step(state, X[0])
     step(state_of(state.kept.fields()), X[1])
@@ -242,6 +246,7 @@ def test_models_of_functions(framework):
     check_model(lambda params, batch: apply(params, batch)[:, 0] ** 2, params)
 
 
+@pytest.mark.slow
 def test_rows_of_other_shapes_are_another_program():
     """Lie: JAX's words about argument types, for sentences of another length."""
     loss = lambda w, x: (jnp.tanh(x.mean(1, keepdims=True) @ w["a"]) @ w["b"]).sum(1)

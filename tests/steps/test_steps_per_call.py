@@ -31,8 +31,8 @@ def loss(params, batch, *, rng, model_state):
 
 def make(**options):
     return mt.train_step(
-        loss, optax.adam(optax.linear_schedule(0.1, 0.0, 9)), devices=2, ema_decay=0.9,
-        clip_norm=1.0, **options,
+        loss, optax.sgd(optax.linear_schedule(0.1, 0.0, 9), momentum=0.9), devices=2,
+        ema_decay=0.9, clip_norm=1.0, **options,
     )  # fmt: skip
 
 

@@ -103,7 +103,7 @@ def plan(
         >>> params = {"in": shape(1024, 4096), "out": shape(4096, 1)}
         >>> found = mt.plan(
         ...     losses,
-        ...     optax.adam(1e-3),
+        ...     optax.sgd(1e-3, momentum=0.9),
         ...     params,
         ...     shape(512, 1024),
         ...     devices=4,
@@ -111,7 +111,7 @@ def plan(
         ...     memory="1GiB",
         ... )
         >>> found.layouts[0].memory["optimizer_state"]
-        33587204
+        16793600
         >>> found.fits[0].options
         {'devices': 4}
     """

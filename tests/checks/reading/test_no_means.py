@@ -45,9 +45,8 @@ def worst_of_each_class(rows, w, batch, *, model_state):
     "loss",
     [
         queueing,
-        largest,
         worst_of_each_class,
-        *(pytest.param(fn, marks=pytest.mark.slow) for fn in (queueing_in_place, high)),
+        *(pytest.param(fn, marks=pytest.mark.slow) for fn in (largest, queueing_in_place, high)),
     ],
 )
 def test_a_state_that_holds_rows_is_told(loss):
@@ -115,7 +114,7 @@ def shifted(w, batch, *, model_state):
     return losses(w, batch), {}, jnp.concatenate([batch, model_state[: -len(batch)]])
 
 
-@pytest.mark.parametrize("loss", [first, shifted])
+@pytest.mark.parametrize("loss", [pytest.param(first, marks=pytest.mark.slow), shifted])
 def test_a_state_that_holds_rows_and_is_short_is_told(loss):
     # The lie: the mean of different rows; and it cannot be read with more rows than it has.
     with pytest.warns(mt.MultitowerWarning, match="it is kept .* holds rows"):

@@ -38,9 +38,8 @@ def init(key: jax.Array, *, vocabulary: int, num_blocks: int, width: int, num_he
     Example:
         >>> import jax
         >>> from multitower.recipes.networks import transformer
-        >>> params = transformer.init(
-        ...     jax.random.key(0), vocabulary=257, num_blocks=2, width=16, num_heads=2
-        ... )
+        >>> sizes = {"vocabulary": 257, "num_blocks": 2, "width": 16, "num_heads": 2}
+        >>> params = jax.eval_shape(lambda key: transformer.init(key, **sizes), jax.random.key(0))
         >>> params["embedding"].shape, params["blocks"][0]["query"].shape
         ((257, 16), (16, 2, 8))
 
@@ -96,9 +95,8 @@ def logits(params: Params, tokens: jax.Array, segments: jax.Array) -> jax.Array:
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from multitower.recipes.networks import transformer
-        >>> params = transformer.init(
-        ...     jax.random.key(0), vocabulary=257, num_blocks=2, width=16, num_heads=2
-        ... )
+        >>> sizes = {"vocabulary": 257, "num_blocks": 2, "width": 16, "num_heads": 2}
+        >>> params = jax.eval_shape(lambda key: transformer.init(key, **sizes), jax.random.key(0))
         >>> tokens = jnp.zeros((3, 5), jnp.int32)
         >>> jax.eval_shape(transformer.logits, params, tokens, tokens).shape
         (3, 5, 257)
