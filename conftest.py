@@ -49,6 +49,7 @@ TOGETHER = (
     "recipes/test_gpt",
     "scaling/test_scaling",
     "steps/state/test_bundles",
+    "steps/state/test_changed_state",
     "steps/test_shards",
     "steps/test_steps_per_call",
 )

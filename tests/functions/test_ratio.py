@@ -350,13 +350,12 @@ def test_a_step_inside_the_loss_as_the_note_says_it():
     assert_close(found, expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "dtype", "devices"),
     [
         (masked, np.float32, (1, 3)),
-        (mixture, np.float32, (1, 2, 3)),
-        (mixture, jnp.bfloat16, (1, 2, 3)),
+        pytest.param(mixture, np.float32, (1, 2, 3), marks=pytest.mark.slow),
+        pytest.param(mixture, jnp.bfloat16, (1, 2, 3), marks=pytest.mark.slow),
     ],
 )
 def test_the_same_bits_on_any_number_of_devices(loss, dtype, devices):

@@ -1,7 +1,6 @@
 """Haiku: `transform_with_state`, whose state counts, and keys of `hk.PRNGSequence`.
 
-The reference runs every tower by hand, with JAX alone. For this library what Haiku has are plain
-trees, as Linen's are: every day it is one of them, in test_flax_linen.
+The reference runs every tower by hand, with JAX alone.
 """
 
 import haiku as hk
@@ -102,7 +101,6 @@ def test_law_l3_same_bits(two_towers):
     assert_close(one, two_towers)
 
 
-@pytest.mark.slow
 def test_train_step_takes_the_state():
     """The whole step: Haiku's state is model state, and its counters are those of one device.
 

@@ -62,18 +62,15 @@ def plain_loop(model_name):
     batches = [model.batch(np.random.default_rng(s), n) for s, n in enumerate((8, 8, 5))]
 
     @jax.jit
-    def plain(params, opt_state, batch, number):  # of which so many rows are real
-        each = lambda params: loss_fn(params, batch)[0]
-        mean = lambda params: jnp.where(jnp.arange(8) < number, each(params), 0).sum() / number
+    def plain(params, opt_state, batch):
+        mean = lambda params: loss_fn(params, batch)[0].mean()
         value, grads = jax.value_and_grad(mean)(params)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 
     params, opt_state, losses = model.params, jax.jit(optimizer.init)(model.params), []
     for batch in batches:
-        filled = jax.tree.map(lambda x: np.resize(x, (8, *x.shape[1:])), batch)
-        number = len(jax.tree.leaves(batch)[0])
-        params, opt_state, value = plain(params, opt_state, filled, number)
+        params, opt_state, value = plain(params, opt_state, batch)
         losses.append(float(value))
     return loss_fn, optimizer, model.params, batches, params, losses
 

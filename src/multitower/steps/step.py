@@ -52,14 +52,14 @@ class TrainStep:
         >>> import multitower as mt
         >>> def losses(w, batch):
         ...     return (w * batch["x"] - 3 * batch["x"]) ** 2
-        >>> step = mt.train_step(losses, optax.sgd(0.1))
+        >>> step = mt.train_step(losses, optax.sgd(0.1), towers=8)
         >>> state = step.init(jnp.float32(0.0))
         >>> for _ in range(20):
         ...     state, metrics = step(state, {"x": np.ones(8, np.float32)})
         >>> int(state.step), round(float(step.model(state)), 1), metrics["loss"].shape
         (20, 3.0, ())
-        >>> step.placement.num_towers == len(mt.devices())
-        True
+        >>> step.placement.num_towers
+        8
     """
 
     def __init__(

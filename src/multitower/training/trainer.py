@@ -116,7 +116,7 @@ class Trainer:
         >>> def batches(first):
         ...     for number in itertools.count(first):
         ...         yield {"x": np.random.default_rng(number).normal(size=16).astype("f")}
-        >>> trainer = mt.Trainer(losses, optax.sgd(0.1), global_batch=16)
+        >>> trainer = mt.Trainer(losses, optax.sgd(0.1), towers=8, global_batch=16)
         >>> state = trainer.fit(jnp.float32(0.0), batches, steps=100)
         >>> round(float(state.params), 3)
         3.0

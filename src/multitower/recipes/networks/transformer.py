@@ -38,8 +38,9 @@ def init(key: jax.Array, *, vocabulary: int, num_blocks: int, width: int, num_he
     Example:
         >>> import jax
         >>> from multitower.recipes.networks import transformer
-        >>> sizes = {"vocabulary": 257, "num_blocks": 2, "width": 16, "num_heads": 2}
-        >>> params = jax.eval_shape(lambda key: transformer.init(key, **sizes), jax.random.key(0))
+        >>> params = transformer.init(
+        ...     jax.random.key(0), vocabulary=257, num_blocks=2, width=16, num_heads=2
+        ... )
         >>> params["embedding"].shape, params["blocks"][0]["query"].shape
         ((257, 16), (16, 2, 8))
 
