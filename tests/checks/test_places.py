@@ -159,6 +159,20 @@ RIGHT = {
     "columns": lambda w, x: losses(w, x * jnp.stack([jnp.ones(len(x))] * 3, 1)),
     "its own row": lambda w, x: losses(w, x[jnp.arange(len(x))]),
     "its own column": lambda w, x: x.at[jnp.arange(len(x)), jnp.argmax(x, 1)].mul(2.0) @ w,
+    "its own entry of a new table": lambda w, x: losses(w, x) * jax.lax.fori_loop(
+        0, 3, lambda i, t: t.at[numbers(x), i].set(t[numbers(x), i] + 1), jnp.zeros((len(x), 3))
+    )[:, 0],
+    "a key in a scan": lambda w, key, x: jax.lax.scan(
+        lambda key, row: (jax.random.split(key)[0], losses(w, row + jax.random.normal(key))), key, x
+    )[1],
+    "a legacy key in a scan": lambda w, key, x: jax.lax.scan(
+        lambda key, row: (jax.random.split(key)[0], losses(w, row + jax.random.normal(key))),
+        jax.random.key_data(key), x,
+    )[1],
+    "weights in a scan": lambda w, x: jax.lax.scan(lambda w, row: (w, losses(w, row)), w, x)[1],
+    "a loop of its own length": lambda w, x: losses(w, x) * jax.lax.fori_loop(
+        0, 15, lambda _, scale: scale * 0.9, 1.0
+    ),
     "one by one": lambda w, x: jax.lax.map(lambda i: losses(w, x[i]), jnp.arange(len(x))),
     "counted": lambda w, x: counted(x, lambda i, s: s + losses(w, x[i]) / len(x)),
     "added to numbers": lambda w, x: jax.lax.scan(
