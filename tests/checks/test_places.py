@@ -72,6 +72,18 @@ WRONG = {
     "by a dynamic slice": lambda w, x: losses(w, x) * jax.lax.dynamic_slice(TABLE, (3,), (len(x),)),
     "repeated": lambda w, x: losses(w, x * jnp.resize(TABLE[:5], x.shape)),
     "drawn for all": lambda w, x: losses(w, x) * jax.random.uniform(jax.random.key(0), 8)[: len(x)],
+    "a discount in a scan": lambda w, x: jax.lax.scan(
+        lambda scale, row: (scale * 0.9, scale * losses(w, row)), 1.0, x
+    )[1],
+    "the first in a scan": lambda w, x: jax.lax.scan(
+        lambda is_first, row: (False, jnp.where(is_first, 0, losses(w, row))), True, x
+    )[1],
+    "a discount that is written": lambda w, x: losses(w, x) * jax.lax.fori_loop(
+        0, len(x), lambda i, s: (s[0] * 0.9, s[1].at[i].set(s[0])), (1.0, jnp.zeros(len(x)))
+    )[1],
+    "a number of turns": lambda w, x: losses(w, x) * jax.lax.fori_loop(
+        0, len(x), lambda _, scale: scale * 0.9, 1.0
+    ),
     "a discount": lambda w, x: losses(w, x) * jnp.cumprod(jnp.full(len(x), 0.9)),
     "added up": lambda w, x: losses(w, x) * jnp.cumsum(jnp.ones_like(x[:, 0])),
     "all but the first": lambda w, x: losses(w, x) * jnp.ones(len(x)).at[0].set(0),
