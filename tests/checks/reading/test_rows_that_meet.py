@@ -46,6 +46,19 @@ def test_one_mean_of_all_rows_is_right():
     look_at_call(mt.make_parallel(mean_of_all, devices=2), X)  # warnings are errors
 
 
+@pytest.mark.parametrize("axes", ["rows", ("rows", "towers")])
+def test_a_mean_over_an_axis_of_vmap_is_one_of_a_tower_s_rows(axes):
+    # The lie: whatever adds up over a named axis adds up over towers, and does it too late.
+    centred = lambda w, row: losses(w, row - jax.lax.pmean(row, axes))
+    loss = jax.vmap(centred, (None, 0), axis_name="rows")
+    if "towers" in axes:
+        look_at(mt.value_and_grad(loss, devices=2), X)  # warnings are errors
+        return
+    said = r"loss \(psum over rows at .*\): rows are brought together"
+    with pytest.warns(mt.MultitowerWarning, match=said):
+        look_at(mt.value_and_grad(loss, devices=2), X)
+
+
 def smallest_and_largest(w, x):
     pick = lambda a, b: (jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1]))
     low, high = jax.lax.reduce((x @ w, x @ w), (np.float32(9), np.float32(-9)), pick, (0,))
