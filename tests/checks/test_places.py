@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import multitower as mt
+from looking import look_at_step
 from told import ours
 
 X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
@@ -251,6 +252,21 @@ def test_a_row_s_place_in_its_tower_is_told(loss):
 @pytest.mark.parametrize("loss", RIGHT.values(), ids=RIGHT)
 def test_nothing_is_said_of_places_that_are_right(loss):
     look_at(loss)  # warnings are errors
+
+
+def test_nothing_is_said_of_a_count_of_draws():
+    """Lie: whatever a loop over rows counts is a place; Flax NNX counts how often it has drawn."""
+
+    def loss(w, batch, *, model_state):
+        def turn(count, row):
+            key = jax.random.fold_in(batch["key"], count)
+            return count + 1, losses(w, row + jax.random.normal(key, row.shape))
+
+        count, rows = jax.lax.scan(turn, model_state, batch["x"])
+        return rows, {}, count
+
+    batch = {"x": X, "key": jax.random.key(0)}
+    look_at_step(loss, batch, model_state=jnp.uint32(3))  # warnings are errors
 
 
 def test_numbers_that_are_drawn_for_all_rows_and_cut_are_found_by_check_parallel():

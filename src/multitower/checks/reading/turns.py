@@ -81,8 +81,8 @@ def changes(program: Any, num_shared: int, num_carried: int) -> list[bool]:
 
 
 def _may_be_key(aval: Any) -> bool:
-    is_legacy = aval.dtype == jnp.uint32 and bool(aval.shape)
-    return is_legacy or jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
+    """Whether it may be a key, one of `jax.random.PRNGKey`, or the number of draws so far."""
+    return aval.dtype == jnp.uint32 or jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
 
 
 class _Sum(NamedTuple):
