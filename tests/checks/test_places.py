@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import multitower as mt
+from looking import look_at_step
 from told import ours
 
 X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
@@ -72,6 +73,18 @@ WRONG = {
     "by a dynamic slice": lambda w, x: losses(w, x) * jax.lax.dynamic_slice(TABLE, (3,), (len(x),)),
     "repeated": lambda w, x: losses(w, x * jnp.resize(TABLE[:5], x.shape)),
     "drawn for all": lambda w, x: losses(w, x) * jax.random.uniform(jax.random.key(0), 8)[: len(x)],
+    "a discount in a scan": lambda w, x: jax.lax.scan(
+        lambda scale, row: (scale * 0.9, scale * losses(w, row)), 1.0, x
+    )[1],
+    "the first in a scan": lambda w, x: jax.lax.scan(
+        lambda is_first, row: (False, jnp.where(is_first, 0, losses(w, row))), True, x
+    )[1],
+    "a discount that is written": lambda w, x: losses(w, x) * jax.lax.fori_loop(
+        0, len(x), lambda i, s: (s[0] * 0.9, s[1].at[i].set(s[0])), (1.0, jnp.zeros(len(x)))
+    )[1],
+    "a number of turns": lambda w, x: losses(w, x) * jax.lax.fori_loop(
+        0, len(x), lambda _, scale: scale * 0.9, 1.0
+    ),
     "a discount": lambda w, x: losses(w, x) * jnp.cumprod(jnp.full(len(x), 0.9)),
     "added up": lambda w, x: losses(w, x) * jnp.cumsum(jnp.ones_like(x[:, 0])),
     "all but the first": lambda w, x: losses(w, x) * jnp.ones(len(x)).at[0].set(0),
@@ -159,6 +172,20 @@ RIGHT = {
     "columns": lambda w, x: losses(w, x * jnp.stack([jnp.ones(len(x))] * 3, 1)),
     "its own row": lambda w, x: losses(w, x[jnp.arange(len(x))]),
     "its own column": lambda w, x: x.at[jnp.arange(len(x)), jnp.argmax(x, 1)].mul(2.0) @ w,
+    "its own entry of a new table": lambda w, x: losses(w, x) * jax.lax.fori_loop(
+        0, 3, lambda i, t: t.at[numbers(x), i].set(t[numbers(x), i] + 1), jnp.zeros((len(x), 3))
+    )[:, 0],
+    "a key in a scan": lambda w, key, x: jax.lax.scan(
+        lambda key, row: (jax.random.split(key)[0], losses(w, row + jax.random.normal(key))), key, x
+    )[1],
+    "a legacy key in a scan": lambda w, key, x: jax.lax.scan(
+        lambda key, row: (jax.random.split(key)[0], losses(w, row + jax.random.normal(key))),
+        jax.random.key_data(key), x,
+    )[1],
+    "weights in a scan": lambda w, x: jax.lax.scan(lambda w, row: (w, losses(w, row)), w, x)[1],
+    "a loop of its own length": lambda w, x: losses(w, x) * jax.lax.fori_loop(
+        0, 15, lambda _, scale: scale * 0.9, 1.0
+    ),
     "one by one": lambda w, x: jax.lax.map(lambda i: losses(w, x[i]), jnp.arange(len(x))),
     "counted": lambda w, x: counted(x, lambda i, s: s + losses(w, x[i]) / len(x)),
     "added to numbers": lambda w, x: jax.lax.scan(
@@ -225,6 +252,21 @@ def test_a_row_s_place_in_its_tower_is_told(loss):
 @pytest.mark.parametrize("loss", RIGHT.values(), ids=RIGHT)
 def test_nothing_is_said_of_places_that_are_right(loss):
     look_at(loss)  # warnings are errors
+
+
+def test_nothing_is_said_of_a_count_of_draws():
+    """Lie: whatever a loop over rows counts is a place; Flax NNX counts how often it has drawn."""
+
+    def loss(w, batch, *, model_state):
+        def turn(count, row):
+            key = jax.random.fold_in(batch["key"], count)
+            return count + 1, losses(w, row + jax.random.normal(key, row.shape))
+
+        count, rows = jax.lax.scan(turn, model_state, batch["x"])
+        return rows, {}, count
+
+    batch = {"x": X, "key": jax.random.key(0)}
+    look_at_step(loss, batch, model_state=jnp.uint32(3))  # warnings are errors
 
 
 def test_numbers_that_are_drawn_for_all_rows_and_cut_are_found_by_check_parallel():

@@ -48,6 +48,19 @@ def test_one_mean_of_all_rows_is_right():
     look_at_call(mt.make_parallel(mean_of_all, devices=2), X)  # warnings are errors
 
 
+@pytest.mark.parametrize("axes", ["rows", ("rows", "towers")])
+def test_a_mean_over_an_axis_of_vmap_is_one_of_a_tower_s_rows(axes):
+    # The lie: whatever adds up over a named axis adds up over towers, and does it too late.
+    centred = lambda w, row: losses(w, row - jax.lax.pmean(row, axes))
+    loss = jax.vmap(centred, (None, 0), axis_name="rows")
+    if "towers" in axes:
+        look_at(mt.value_and_grad(loss, devices=2), X)  # warnings are errors
+        return
+    said = r"loss \(psum over rows at .*\): rows are brought together"
+    with pytest.warns(mt.MultitowerWarning, match=said):
+        look_at(mt.value_and_grad(loss, devices=2), X)
+
+
 # A mean with a mask, as it is written for one device, and how the message begins.
 MASKED = {
     "sum": (lambda loss, mask: (loss * mask).sum() / mask.sum(), "div", "it is a division by"),

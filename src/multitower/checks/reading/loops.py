@@ -3,13 +3,11 @@
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from jax.extend import core
 
 from multitower.checks.changing import Changing
-from multitower.checks.equations import follow, program_inside
-from multitower.checks.reading import operations
 from multitower.checks.reading.chunks import in_a_turn, of_all_turns, pairing
 from multitower.checks.reading.counts import is_zero
 from multitower.checks.reading.flow import (
@@ -22,15 +20,8 @@ from multitower.checks.reading.flow import (
     join_all,
     roots_of,
 )
+from multitower.checks.reading.turns import changes, does_in_a_turn, frozen_by_row, sums_up
 from multitower.engines.segments import num_same
-
-# What a turn of a loop does with a value that it hands on to the next one.
-_Turn = Literal["counts", "adds", "writes"]
-_DOES: Mapping[str, Sequence[_Turn]] = {
-    **dict.fromkeys(operations.SAME, ()),
-    **dict.fromkeys(("add", "add_any"), ("adds",)),
-    **dict.fromkeys(("scatter", "dynamic_update_slice"), ("writes",)),
-}
 
 
 class Reader(Protocol):
@@ -81,6 +72,9 @@ def _scan(reader: Reader, equation: Any, inputs: list[Flow]) -> list[Flow]:
     over_chunks = any(isinstance(x.chunk, Chunks) and x.chunk.axis == 0 for x in scanned)
     inputs = [*inputs[:num_given], *map(_in_a_turn, scanned)]
     outputs = _loop(reader, program, inputs, num_shared, num_carried, is_count=is_count)
+    if places := _carried_places(reader, equation, outputs, num_shared, num_carried):
+        marked = [replace(x, placed=places.get(n, x.placed)) for n, x in enumerate(inputs)]
+        outputs = _loop(reader, program, marked, num_shared, num_carried, is_count=is_count)
     stacked = [
         replace(x, chunk=of_all_turns(x.chunk), apart=frozenset()) for x in outputs[num_carried:]
     ]
@@ -93,7 +87,7 @@ def _scan(reader: Reader, equation: Any, inputs: list[Flow]) -> list[Flow]:
     # One row after another: what is carried brings rows together, unless it only adds them up, or
     # only puts each one in its place, `out.at[i].set(row)`.
     place = reader.where(equation)
-    does = _turns(program, num_shared, num_carried, is_count)
+    does = does_in_a_turn(program, num_shared, num_carried, is_count)
     has_places = [bool(reader.row_axes(atom)) for atom in equation.outvars[:num_carried]]
     if all(t and (t != "writes" or has) for t, has in zip(does, has_places, strict=True)):
         totals = [
@@ -145,6 +139,24 @@ def _counts_rows(
     carried = slice(num_shared, num_shared + num_carried)
     trios = zip(inputs[carried], jaxpr.invars[carried], results, strict=False)
     return [is_zero(flow) and one_more.get(after) is now for flow, now, after in trios]
+
+
+def _carried_places(
+    reader: Reader, equation: Any, outputs: list[Flow], num_shared: int, num_carried: int
+) -> dict[int, str]:
+    """The inputs that have another value for each row, though they have no rows: `scale * 0.9`.
+
+    Returns:
+        The loop's line, for the number of each such input.
+    """
+    if equation.params["length"] % reader.num_rows:
+        return {}
+    changing = changes(equation.params["jaxpr"], num_shared, num_carried)
+    is_placed = [
+        flow.word == "free" and is_new for flow, is_new in zip(outputs, changing, strict=False)
+    ]
+    place = reader.where(equation)
+    return {num_shared + number: place for number, yes in enumerate(is_placed) if yes}
 
 
 def _scan_chunks(
@@ -278,105 +290,3 @@ def _loop(
 def _mixed(reader: Reader, atom: Any) -> Word:
     """The word for a value in which rows have been brought together."""
     return "by row" if reader.row_axes(atom) else "mixed"
-
-
-def sums_up(program: Any, num_shared: int, num_carried: int) -> list[bool]:
-    """For each value that a scan carries, whether a turn only adds to it.
-
-    Args:
-        program: the body, a closed jaxpr.
-        num_shared: the number of its arguments that are the same in every turn.
-        num_carried: the number of those that are carried, which come next.
-    """
-    return [what == "adds" for what in _turns(program, num_shared, num_carried)]
-
-
-def _turns(
-    program: Any, num_shared: int, num_carried: int, counts: Sequence[bool] = ()
-) -> list[_Turn | None]:
-    """For each value that a scan carries, what a turn does with it, and nothing else.
-
-    Args:
-        program: as for `sums_up`.
-        num_shared: as for `sums_up`.
-        num_carried: as for `sums_up`.
-        counts: for each value whether it is the number of the turn, which may be used everywhere.
-    """
-    jaxpr = getattr(program, "jaxpr", program)
-    num_rest = len(jaxpr.invars) - num_shared - num_carried
-    counts = counts or [False] * num_carried
-    carried = [_Sum() if is_turn else _Sum(frozenset([n]), n) for n, is_turn in enumerate(counts)]
-    given = [*[_Sum()] * num_shared, *carried, *[_Sum()] * num_rest]
-    outputs = follow(program, given, lambda *_: _Sum(), _added)
-    used = frozenset[int]().union(*(found.uses for found in outputs[num_carried:]))
-
-    def turn(number: int) -> _Turn | None:
-        one = outputs[number]
-        if counts[number]:
-            return "counts"
-        if one.of != number or number in used or len(one.does) > 1:
-            return None
-        return "writes" if "writes" in one.does else "adds"
-
-    return [turn(number) for number in range(num_carried)]
-
-
-class _Sum(NamedTuple):
-    """Which carried values a value in a loop depends on, and what it only does to which one."""
-
-    uses: frozenset[int] = frozenset()
-    of: int | None = None
-    does: frozenset[_Turn] = frozenset()
-
-
-def _added(equation: Any, given: list[_Sum]) -> list[_Sum]:
-    name, inside = equation.primitive.name, program_inside(equation.params, len(given))
-    if inside is not None and name not in INSIDE:  # jax.checkpoint, jax.jit
-        return follow(inside, given, lambda *_: _Sum(), _added)
-    uses = frozenset[int]().union(*(one.uses for one in given))
-    depend = [one for one in given if one.uses]
-    does = _DOES.get(name)
-    if does is not None and len(depend) == 1 and ("writes" not in does or given[0].uses):
-        return [depend[0]._replace(does=depend[0].does.union(does))]
-    return [_Sum(uses)] * len(equation.outvars)
-
-
-def frozen_by_row(program: Any) -> list[bool]:
-    """For each value that a loop carries, whether rows that are done stay unchanged.
-
-    `jax.vmap` writes loops in this way: `select(is_done, new, old)` for every value with rows.
-
-    Args:
-        program: the body, a closed jaxpr.
-    """
-    jaxpr = getattr(program, "jaxpr", program)
-    made_by = {atom: equation for equation in jaxpr.eqns for atom in equation.outvars}
-    return [_selects(atom, made_by) for atom in jaxpr.outvars]
-
-
-def _selects(atom: Any, made_by: Mapping[Any, Any]) -> bool:
-    equation = _made(atom, made_by)
-    if equation is None:
-        return True  # carried unchanged
-    if equation.primitive.name == "select_n":
-        return bool(getattr(equation.invars[0].aval, "shape", ()))
-    inside = program_inside(equation.params, len(equation.invars))
-    if inside is None:
-        return False
-    place = list(equation.outvars).index(_unchanged(atom, made_by))
-    return frozen_by_row(inside)[place]
-
-
-def _made(atom: Any, made_by: Mapping[Any, Any]) -> Any:
-    """The equation that made a value, without those that do not change it; or None."""
-    found = _unchanged(atom, made_by)
-    return None if isinstance(found, core.Literal) else made_by.get(found)
-
-
-def _unchanged(atom: Any, made_by: Mapping[Any, Any]) -> Any:
-    while not isinstance(atom, core.Literal):
-        equation = made_by.get(atom)
-        if equation is None or equation.primitive.name not in operations.SAME:
-            break
-        atom = equation.invars[0]
-    return atom

@@ -35,6 +35,8 @@ SAME_NUMBERS = {*SAME, "broadcast_in_dim", "expand_dims"}
 
 # The call of a function with a backward rule of its own.
 WITH_A_RULE = "custom_vjp_call"
+# They run programs, again or one of several; see `loops`.
+RUN_PROGRAMS = ("scan", "while", "cond", "custom_linear_solve")
 # They write into an array: the inputs that are the array, and what is written.
 WRITTEN = {"scatter": (0, 2), "scatter-add": (0, 2), "dynamic_update_slice": (0, 1)}
 # They hold rows, or one of their elements, in a value without an axis of rows.

@@ -44,9 +44,7 @@ def placed(equation: Any, word: Word, inputs: Sequence[Flow], reader: Reader) ->
     if _finds_among_all(equation, reader):
         if name == "slice":
             return reader.where(equation)
-    elif name in operations.FINDS and (
-        name not in _LOOKS_UP or (word != "free" and _finds_rows(equation, reader))
-    ):
+    elif name in operations.FINDS and (name not in _LOOKS_UP or _finds_rows(equation, reader)):
         if beside := next((flow.beside_number for flow in inputs if flow.beside_number), None):
             return beside
         inputs = [inputs[n] for n in operations.FINDS[name]]  # row i of what belongs to rows

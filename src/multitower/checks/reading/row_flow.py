@@ -25,7 +25,7 @@ from multitower.checks.equations import (
     small_constant,
     steps_of,
 )
-from multitower.checks.problems import NO_ROWS
+from multitower.checks.problems import MEETINGS, NO_ROWS
 from multitower.checks.reading import operations
 from multitower.checks.reading.along_rows import batches_of_rows, row_axes
 from multitower.checks.reading.backward_rules import read_backward_rule
@@ -317,7 +317,10 @@ class _Reader:
         # The equations in a library's jitted function have the line of its first call, which may be
         # another one. The call itself has the right line, so the outermost call comes first.
         lines = (line_of(one) for one in [*self._calls, equation])
-        return place_of(equation.primitive.name, next((line for line in lines if line), None))
+        name = equation.primitive.name
+        if name in MEETINGS and not needs_axis(equation):
+            name += " over rows"  # in a jax.vmap with an axis_name of its own, and not over towers
+        return place_of(name, next((line for line in lines if line), None))
 
     def row_axes(self, atom: Any) -> list[int]:
         """The axes of rows of a value."""
