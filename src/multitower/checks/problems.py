@@ -117,8 +117,8 @@ QUOTIENT = (
     'jax.lax.psum(x.sum(0), "towers") or jax.lax.pmean(x.mean(0), "towers").'
 )
 BOUNDED = (
-    "a sum or a mean over rows gets a bound, as in jnp.maximum(mask.sum(), 1). A tower has only its "
-    "own rows, so the bound meets another number than on one device. For a mean with a mask "
+    "a sum or a mean over rows gets a bound, as in jnp.maximum(mask.sum(), 1). A tower has only "
+    "its own rows, so the bound meets another number than on one device. For a mean with a mask "
     "return mt.ratio(total, mask), which needs no bound: for 0 instead of 0 / 0 where no row of "
     "any tower counts, add a tiny number, mask + 1e-9. Else bound what all towers have together, "
     'jnp.maximum(jax.lax.pmean(x.mean(), "towers"), 0).'
