@@ -24,9 +24,9 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import multitower as mt
+from first_weights import filled
 
 X, ONE = np.arange(4, dtype=np.float32), np.float32(1)
-SHAPE = jax.ShapeDtypeStruct
 scale = 1.0
 traced: list[Any] = []
 held, call = None, lambda held, x: x
@@ -155,11 +155,10 @@ HELD = {
     "config in NNX": (NnxOfConfig(Config(act)), of_module),
     "Equinox": (Equinox(ONE, Config(act)), of_module),
     "Equinox's MLP": (
-        jax.tree.map(  # what is drawn compiles
-            lambda leaf: np.ones(leaf.shape, leaf.dtype) if isinstance(leaf, SHAPE) else leaf,
+        filled(
             eqx.filter_eval_shape(
                 lambda: eqx.nn.MLP(1, 1, 1, 1, activation=act, key=jax.random.key(0))
-            ),
+            )
         ),
         lambda held, x: held.activation(x),
     ),

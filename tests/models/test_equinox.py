@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import multitower as mt
+from first_weights import filled
 from tower_keys import tower_key
 from trees import assert_close
 
@@ -24,16 +25,8 @@ ROWS = {"axis_name": "rows", "in_axes": (0, None, 0), "out_axes": (0, None)}
 
 
 def made(make, *sizes, **options):
-    """A module whose weights are drawn by NumPy: programs that draw compile longer."""
-    draw = np.random.default_rng(0)
-
-    def fill(leaf):
-        if not isinstance(leaf, jax.ShapeDtypeStruct):
-            return leaf
-        return jnp.asarray(draw.normal(size=leaf.shape), leaf.dtype)
-
-    shapes = eqx.filter_eval_shape(lambda: make(*sizes, key=jax.random.key(0), **options))
-    return jax.tree.map(fill, shapes)
+    """A module whose first weights nobody draws."""
+    return filled(eqx.filter_eval_shape(lambda: make(*sizes, key=jax.random.key(0), **options)))
 
 
 class Net(eqx.Module):

@@ -14,6 +14,7 @@ from flax import linen as nn
 from flax.training import train_state
 
 import multitower as mt
+from first_weights import spread_in_flax
 from tower_keys import tower_key
 from trees import assert_close
 
@@ -23,18 +24,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*with statistics of their own t
 X = np.random.default_rng(0).normal(size=(2, 16, 4)).astype(np.float32)  # two batches of 16 rows
 
 
-def spread(_key, shape, dtype):
-    """First weights of NumPy: a program that draws some compiles longer."""
-    return jnp.asarray(np.sin(np.arange(1, 1 + np.prod(shape)) * 7).reshape(shape), dtype)
-
-
 class Net(nn.Module):
     @nn.compact
     def __call__(self, x, train):
-        x = nn.Dense(6, use_bias=False, kernel_init=spread)(x)
+        x = nn.Dense(6, use_bias=False, kernel_init=spread_in_flax)(x)
         x = nn.BatchNorm(use_running_average=not train, momentum=0.5)(x)
         x = nn.Dropout(0.5, deterministic=not train)(jnp.tanh(x))
-        return nn.Dense(1, use_bias=False, kernel_init=spread)(x)[:, 0]
+        return nn.Dense(1, use_bias=False, kernel_init=spread_in_flax)(x)[:, 0]
 
 
 @jax.jit

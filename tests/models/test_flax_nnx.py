@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 import multitower as mt
+from first_weights import spread_in_flax
 from looking import look_at_step
 from tower_keys import tower_key
 from trees import assert_close
@@ -24,13 +25,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*with statistics of their own t
 X = np.random.default_rng(0).normal(size=(2, 16, 4)).astype(np.float32)  # two batches of 16 rows
 
 
-def spread(_key, shape, dtype, **_):
-    """First weights of NumPy: a program that draws some compiles longer."""
-    return jnp.asarray(np.sin(np.arange(1, 1 + np.prod(shape)) * 7).reshape(shape), dtype)
-
-
 def linear(*sizes, rngs=None, **options):
-    return nnx.Linear(*sizes, kernel_init=spread, rngs=rngs or nnx.Rngs(0), **options)
+    return nnx.Linear(*sizes, kernel_init=spread_in_flax, rngs=rngs or nnx.Rngs(0), **options)
 
 
 class Net(nnx.Module):

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import multitower as mt
+from first_weights import spread
 from tower_keys import tower_key
 from trees import assert_close
 
@@ -18,11 +19,6 @@ from trees import assert_close
 pytestmark = pytest.mark.filterwarnings("ignore:.*with statistics of their own tower's rows")
 
 X = np.random.default_rng(0).normal(size=(2, 16, 4)).astype(np.float32)  # two batches of 16 rows
-
-
-def spread(shape, dtype):
-    """First weights of NumPy: a program that draws some compiles longer."""
-    return jnp.asarray(np.sin(np.arange(1, 1 + np.prod(shape)) * 7).reshape(shape), dtype)
 
 
 def forward(x):

@@ -14,6 +14,7 @@ import pytest
 from flax import linen, nnx
 
 import multitower as mt
+from first_weights import spread_in_flax
 
 ROWS, COLUMNS, TOWERS = 16, 3, 4
 X = np.random.default_rng(0).normal(size=(ROWS, COLUMNS)).astype(np.float32)
@@ -40,9 +41,7 @@ def assert_close(found, wanted):
 class NNXNet(nnx.Module):
     def __init__(self, axis_name):
         rngs = nnx.Rngs(0)
-        spread = np.sin(np.arange(1, 1 + COLUMNS * 4) * 7).reshape(COLUMNS, 4)
-        first = lambda _key, _shape, dtype, **_: jnp.asarray(spread, dtype)  # drawing compiles
-        self.first = nnx.Linear(COLUMNS, 4, kernel_init=first, rngs=rngs)
+        self.first = nnx.Linear(COLUMNS, 4, kernel_init=spread_in_flax, rngs=rngs)
         self.norm = nnx.BatchNorm(4, axis_name=axis_name, rngs=rngs)
 
     def __call__(self, x):
