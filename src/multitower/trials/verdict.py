@@ -91,7 +91,8 @@ def _values(
         is_last: compare these rows alone, and no gradients.
     """
     num_rows = trial.parts.num_rows // tower_rows * tower_rows
-    (whole,), (again,) = (trial.run([trial.whole(num_rows)]) for _ in range(2))
+    everything = [trial.whole(num_rows)]
+    (whole,), (again,) = (trial.run(everything) for _ in range(2))
     # Two ways to cut, since one may agree by chance. If towers exchange values, the order of rows
     # may have a meaning, such as neighbours that belong together, and is kept.
     both = (0, 0) if trial.meets else (0, group)
@@ -126,7 +127,7 @@ def _values(
     if problems or not whole.has_loss or flows[0].is_drawn:
         return problems
     found = [[whole], cut, strided]
-    return _gradients(trial, [[trial.whole(num_rows)], *ways], found, flows[0])
+    return _gradients(trial, [everything, *ways], found, flows[0])
 
 
 def _hidden(trial: Trial, tower_rows: int, read: Read | None, group: int) -> list[Problem]:

@@ -20,6 +20,7 @@ from multitower.checks.reading.flow import (
     join_all,
     roots_of,
 )
+from multitower.checks.reading.operations import RUN_PROGRAMS
 from multitower.checks.reading.turns import changes, does_in_a_turn, frozen_by_row, sums_up
 from multitower.engines.segments import num_same
 
@@ -255,12 +256,9 @@ def _linear_solve(reader: Reader, equation: Any, inputs: list[Flow]) -> list[Flo
 
 
 # By the names of JAX's operations.
-INSIDE: Mapping[str, Callable[[Reader, Any, list[Flow]], list[Flow]]] = {
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
-    "custom_linear_solve": _linear_solve,
-}
+INSIDE: Mapping[str, Callable[[Reader, Any, list[Flow]], list[Flow]]] = dict(
+    zip(RUN_PROGRAMS, (_scan, _while, _cond, _linear_solve), strict=True)
+)
 
 
 def _loop(
