@@ -30,8 +30,10 @@ class TowerRows:
         >>> import numpy as np
         >>> import multitower as mt
         >>> rows = mt.shard(np.arange(5.0), towers=3, devices=2)
-        >>> rows.shape, rows.tower_rows, rows.pieces[2].tolist()
-        ((5,), 2, [4.0, 0.0])
+        >>> rows
+        TowerRows(float32[5], towers=3)
+        >>> rows.tower_rows, rows.pieces[2].tolist()
+        (2, [4.0, 0.0])
         >>> np.asarray(rows).tolist()
         [0.0, 1.0, 2.0, 3.0, 4.0]
     """
@@ -65,6 +67,11 @@ class TowerRows:
     def dtype(self) -> Any:
         """The dtype on the devices."""
         return self.piece.dtype
+
+    def __repr__(self) -> str:
+        """One line, because JAX's errors quote an argument that they do not take."""
+        kind = f"{self.dtype}{list(self.shape)}"
+        return f"TowerRows({kind}, towers={self.placement.num_towers})"
 
     def counts(self, tower: int) -> tuple[int, int, int]:
         """How many real rows a tower has.
