@@ -277,13 +277,13 @@ SUM_ALL = (
     "Haiku); or keep a mean."
 )
 HELD_IN_STATE = (
-    "it is kept for the next step, and it holds rows, or their largest, their smallest or a "
-    "quantile. {way_out}"
+    "it is kept for the next step, and it holds rows, or what some of them decide: their largest, "
+    "their smallest, a quantile, x.any() or x.all(). {way_out}"
 )
 HOLD_ALL = (
     "Every tower has its own rows, and the state gets the mean of what towers keep, or what tower "
-    "0 keeps if they are integers. Keep rows of the whole batch, mt.all_rows(x), or a quantile of "
-    'these; for a maximum jax.lax.pmax(x.max(), "towers").'
+    "0 keeps if they are no floats. Make it of the rows of the whole batch, mt.all_rows(x); for a "
+    'maximum jax.lax.pmax(x.max(), "towers") is enough.'
 )
 BENT_STATE = (
     "it is kept for the next step, and it is no mean over rows: this line makes it of sums or "

@@ -41,12 +41,20 @@ def worst_of_each_class(rows, w, batch, *, model_state):
     return losses(w, batch), {}, model_state.at[(new[:, 0] > 0).astype(int)].max(new)
 
 
+def seen(rows, w, batch, *, model_state):
+    """Which features have had a large value."""
+    return losses(w, batch), {}, jnp.where((rows(batch) > 1).any(0), 1.0, model_state)
+
+
 @pytest.mark.parametrize(
     "loss",
     [
         queueing,
         worst_of_each_class,
-        *(pytest.param(fn, marks=pytest.mark.slow) for fn in (largest, queueing_in_place, high)),
+        *(
+            pytest.param(fn, marks=pytest.mark.slow)
+            for fn in (largest, queueing_in_place, high, seen)
+        ),
     ],
 )
 def test_a_state_that_holds_rows_is_told(loss):
@@ -57,7 +65,7 @@ def test_a_state_that_holds_rows_is_told(loss):
         return step(step.init(W, model_state=before), X)[0].model_state
 
     before = jnp.zeros(() if loss is high else (300, 3))
-    said = r"model_state \((concat\w+|scatter|scatter-max|reduce_max|gather) .*\): .* holds rows"
+    said = r"model_state \((concat\w+|scatter|scatter-max|reduce_\w+|gather) .*\): .* holds rows"
     with pytest.warns(mt.MultitowerWarning, match=said) as told:
         wrong = queue(lambda x: x)
     assert len(ours(told)) == 1
@@ -93,6 +101,8 @@ def test_a_short_queue_that_takes_the_rows_of_all_towers_is_read():
             ),
             "reduce_window",
         ),
+        (lambda old, z, k: jnp.where((z > 3).any(), 1.0, old), "reduce_or"),
+        (lambda old, z, k: (old > 0) & (z < 3).all(), "reduce_and"),
     ],
 )
 def test_a_state_that_is_no_mean_over_rows_is_told(new, said):

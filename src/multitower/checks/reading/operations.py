@@ -41,9 +41,9 @@ RUN_PROGRAMS = ("scan", "while", "cond", "custom_linear_solve")
 WRITTEN = {"scatter": (0, 2), "scatter-add": (0, 2), "dynamic_update_slice": (0, 1)}
 # They hold rows, or one of their elements, in a value without an axis of rows.
 HOLDS = {
-    "approx_top_k", "concatenate", "dynamic_slice", "dynamic_update_slice", "gather", "reduce_max",
-    "reduce_min", "reduce_window_max", "reduce_window_min", "scatter", "scatter-max", "scatter-min",
-    "slice", "stack", "top_k", "unstack",
+    "approx_top_k", "concatenate", "dynamic_slice", "dynamic_update_slice", "gather", "reduce_and",
+    "reduce_max", "reduce_min", "reduce_or", "reduce_window_max", "reduce_window_min", "scatter",
+    "scatter-max", "scatter-min", "slice", "stack", "top_k", "unstack",
 }  # fmt: skip
 SCATTERS = (
     "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max",
