@@ -352,6 +352,32 @@ def test_state_that_cannot_be_put_together(make, loss, message):
         mt.value_and_grad(lambda model, x: loss(model, x).mean(), devices=2)(make(), X[0])
 
 
+class Sows(nnx.Module):
+    def __init__(self):
+        self.scale = nnx.Param(jnp.ones(()))
+
+    def __call__(self, x):
+        self.sow(nnx.Intermediate, "halves", self.scale * x / 2)
+        return self.scale * x
+
+
+def capturing(model, x):
+    answers, sown = nnx.capture(model, nnx.Intermediate)(x)
+    return (answers**2).mean(), sown["halves"][0]
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+def test_what_a_model_sows_is_captured_and_returned_as_aux():
+    # Lie: a message of which no advice helps a model that sows.
+    with pytest.raises(mt.OutputError, match=r"\['halves'\].*nnx.capture\(model, nnx.Interm"):
+        mt.value_and_grad(lambda model, x: model(x).mean(), devices=2)(Sows(), X[0])
+    model = Sows()
+    (_, halves), gradients = mt.value_and_grad(capturing, has_aux=True, devices=2)(model, X[0])
+    np.testing.assert_array_equal(halves, X[0] / 2)
+    np.testing.assert_allclose(gradients["scale"][...], 2 * (X[0] ** 2).mean(), rtol=1e-6)
+    assert not hasattr(model, "halves")
+
+
 class Decoder(nnx.Module):
     """A model that keeps what it has seen of every row."""
 
