@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import multitower as mt
 from first_weights import spread_in_flax
@@ -529,3 +530,23 @@ def test_random_streams_that_the_loss_of_a_step_takes_from_outside():
     note = "".join(caught.value.__notes__)
     assert "draws from an nnx.Rngs" in note
     assert "part of the module that is the first argument" in note
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num", [1, 2])
+def test_a_model_that_is_put_on_all_devices_stays_there(num):
+    # Lie: the line of the guide on existing loops, and yet a second program in the second step.
+    everywhere = NamedSharding(Mesh(mt.devices(num), "towers"), PartitionSpec())
+    model = Net()
+    everything = (model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param))
+    nnx.update(everything, jax.device_put(nnx.state(everything), everywhere))
+    before = [leaf.sharding for leaf in jax.tree.leaves(nnx.state(everything))]
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        loss, gradients = mt.value_and_grad(mean_loss, devices=num)(model, x)
+        optimizer.update(model, gradients)
+        return loss
+
+    step(*everything, X[0])
+    assert [leaf.sharding for leaf in jax.tree.leaves(nnx.state(everything))] == before
