@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import multitower as mt
 from first_weights import filled
@@ -426,3 +427,24 @@ def test_a_branch_that_any_row_needs_mixes_no_rows():
     loss = jax.vmap(of_row, in_axes=(None, 0))
     value, _ = mt.value_and_grad(loss, devices=2)(np.ones(3, np.float32), x)  # warnings are errors
     np.testing.assert_allclose(value, loss(np.ones(3, np.float32), x).mean(), rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num", [1, 2])
+def test_a_model_that_is_put_on_all_devices_stays_there(num):
+    # Lie: the line of the guide on existing loops, and yet a second program in the second step.
+    everywhere = NamedSharding(Mesh(mt.devices(num), "towers"), PartitionSpec())
+    model, optimizer = made(eqx.nn.MLP, 4, "scalar", 6, 1), optax.adam(0.1)
+    opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    given = eqx.filter_shard((model, opt_state), everywhere)
+
+    @eqx.filter_jit
+    def step(model, opt_state, x):
+        mean = lambda model, x: line_losses(model, x).mean()
+        _, gradients = mt.value_and_grad(mean, devices=num)(model, x)
+        updates, opt_state = optimizer.update(gradients, opt_state)
+        return eqx.apply_updates(model, updates), opt_state
+
+    arrays = lambda tree: jax.tree.leaves(eqx.filter(tree, eqx.is_array))
+    made_of = [leaf.sharding for leaf in arrays(step(*given, X[0]))]
+    assert made_of == [leaf.sharding for leaf in arrays(given)]

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import multitower as mt
 from first_weights import spread_in_flax
@@ -352,6 +353,32 @@ def test_state_that_cannot_be_put_together(make, loss, message):
         mt.value_and_grad(lambda model, x: loss(model, x).mean(), devices=2)(make(), X[0])
 
 
+class Sows(nnx.Module):
+    def __init__(self):
+        self.scale = nnx.Param(jnp.ones(()))
+
+    def __call__(self, x):
+        self.sow(nnx.Intermediate, "halves", self.scale * x / 2)
+        return self.scale * x
+
+
+def capturing(model, x):
+    answers, sown = nnx.capture(model, nnx.Intermediate)(x)
+    return (answers**2).mean(), sown["halves"][0]
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+def test_what_a_model_sows_is_captured_and_returned_as_aux():
+    # Lie: a message of which no advice helps a model that sows.
+    with pytest.raises(mt.OutputError, match=r"\['halves'\].*nnx.capture\(model, nnx.Interm"):
+        mt.value_and_grad(lambda model, x: model(x).mean(), devices=2)(Sows(), X[0])
+    model = Sows()
+    (_, halves), gradients = mt.value_and_grad(capturing, has_aux=True, devices=2)(model, X[0])
+    np.testing.assert_array_equal(halves, X[0] / 2)
+    np.testing.assert_allclose(gradients["scale"][...], 2 * (X[0] ** 2).mean(), rtol=1e-6)
+    assert not hasattr(model, "halves")
+
+
 class Decoder(nnx.Module):
     """A model that keeps what it has seen of every row."""
 
@@ -503,3 +530,23 @@ def test_random_streams_that_the_loss_of_a_step_takes_from_outside():
     note = "".join(caught.value.__notes__)
     assert "draws from an nnx.Rngs" in note
     assert "part of the module that is the first argument" in note
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num", [1, 2])
+def test_a_model_that_is_put_on_all_devices_stays_there(num):
+    # Lie: the line of the guide on existing loops, and yet a second program in the second step.
+    everywhere = NamedSharding(Mesh(mt.devices(num), "towers"), PartitionSpec())
+    model = Net()
+    everything = (model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param))
+    nnx.update(everything, jax.device_put(nnx.state(everything), everywhere))
+    before = [leaf.sharding for leaf in jax.tree.leaves(nnx.state(everything))]
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        loss, gradients = mt.value_and_grad(mean_loss, devices=num)(model, x)
+        optimizer.update(model, gradients)
+        return loss
+
+    step(*everything, X[0])
+    assert [leaf.sharding for leaf in jax.tree.leaves(nnx.state(everything))] == before

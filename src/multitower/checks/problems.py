@@ -138,7 +138,8 @@ PARTS = (
     "a part of the rows is taken, such as the first half. A tower has one slice of the batch, and "
     "the first half of its rows is not the first half of the batch. Give what belongs together the "
     "same row, for example two views as batch['view1'] and batch['view2']; or take the part of all "
-    "rows, mt.all_rows(x)."
+    "rows, mt.all_rows(x). If axis 0 is not that of the rows, as in sequences with time first, put "
+    "the rows first, or say where they are, as in in_axes=(None, 1)."
 )
 LAID_OUT = (
     "values of different rows stand where those of one row belong, or are paired. Which rows these "
@@ -274,7 +275,8 @@ SUM_ALL = (
     "Every tower has the sum over its own rows, and the state gets the mean of these, or tower 0's "
     'if they are integers. For the sum over all rows add jax.lax.psum(x.sum(0), "towers") to the '
     'old value (a layer of a library may have an argument for it: cross_replica_axis="towers" in '
-    "Haiku); or keep a mean."
+    "Haiku); or keep a mean. If it is a metric, return the predictions and update the metric after "
+    "the gradient."
 )
 HELD_IN_STATE = (
     "it is kept for the next step, and it holds rows, or what some of them decide: their largest, "

@@ -148,9 +148,10 @@ def _other_structure(before: Any, after: Any) -> OutputError:
     if new - old:
         return OutputError(
             f"the function adds a Variable to the model, {min(new - old)}: each tower has its own, "
-            "and they cannot be put together. Return the value as aux instead of sowing it, or "
-            "make the Variable before the step. If only this call needs it, as a cache for "
-            "decoding, let the function begin with a copy, model = nnx.clone(model)."
+            "and they cannot be put together. Return the value as aux instead of sowing it, with "
+            "answers, sown = nnx.capture(model, nnx.Intermediate)(x), or make the Variable before "
+            "the step. If only this call needs it, as a cache for decoding, let the function begin "
+            "with a copy, model = nnx.clone(model)."
         )
     if old - new:
         return OutputError(

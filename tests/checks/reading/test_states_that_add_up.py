@@ -203,6 +203,17 @@ def test_a_state_in_aux_that_adds_up_rows_is_told():
         look_at(run, {"seen": jnp.zeros(3)}, X)
 
 
+def test_a_metric_that_the_loss_updates_is_told_to_be_updated_after_the_gradient():
+    # The lie: only a psum helps, and nobody can write one into a metric of Keras.
+    def loss(w, metric, x):
+        answers = x @ w
+        return ((answers - 1) ** 2).mean(), [metric[0] + (answers > 0).sum()]
+
+    run = mt.value_and_grad(loss, has_aux=True, in_axes=(None, None, 0), devices=2)
+    with pytest.warns(mt.MultitowerWarning, match="adds up rows.*update the metric after"):
+        look_at(run, [jnp.zeros(())], X)
+
+
 def test_a_mean_that_is_written_into_a_state_is_right():
     np.testing.assert_allclose(
         state_after(averaging_in_place, jnp.zeros(3))[1], X.mean(), rtol=1e-6

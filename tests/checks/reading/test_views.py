@@ -237,6 +237,20 @@ def test_halves_of_three_rows_broadcast():
         look_at(mt.grad(by_length, devices=1), X[:3])
 
 
+def between_times(w, x):
+    z = x @ w
+    return ((z[1:] - z[:-1]) ** 2).mean()
+
+
+def test_a_batch_with_time_first_is_told_to_say_where_its_rows_are():
+    # The lie: nothing but halves and views takes a part of axis 0, and the times are rows.
+    steps = np.stack([X, X + 1, X * 2, X])  # four times of eight rows
+    with pytest.warns(mt.MultitowerWarning, match=r"slice at .*time first, put.*\(None, 1"):
+        look_at(mt.grad(between_times, devices=2), steps)
+    anew = lambda w, x: between_times(w, x) + 0.0  # what is equal is not looked at again
+    look_at(mt.grad(anew, in_axes=(None, 1), devices=2), steps)
+
+
 ALL_ROWS = [  # each on a line of its own: a function is looked at once
     (8, lambda w, x: losses(w, x[:8])),
     (64, lambda w, x: losses(w, x[:64])),
