@@ -203,14 +203,26 @@ def test_in_aux(way, num_rows):
     np.testing.assert_allclose(aux["row"], wrong[:, 0], rtol=1e-5)
 
 
-@pytest.mark.parametrize(
+fast_every_day = pytest.mark.parametrize(
     "way", [pytest.param(way, marks=[pytest.mark.slow] if "same" in way else []) for way in WAYS]
 )
+
+
+@fast_every_day
 def test_a_weight_that_depends_on_the_parameters_is_refused(way):
     def loss(params, batch):
         soft = jax.nn.sigmoid(batch["x"] @ params["w"])
         return mt.ratio(token_losses(params, batch) * soft, soft)
 
+    for fun in (loss, jax.jit(loss)):
+        with pytest.raises(mt.OutputError, match=r"depends on the parameters.*all_rows\(weight\)"):
+            mt.value_and_grad(fun, **WAYS[way])(PARAMS, batch_of(13))
+
+
+@fast_every_day
+@pytest.mark.parametrize("kind", ["held", pytest.param("chosen", marks=pytest.mark.slow)])
+def test_a_weight_that_moves_with_no_parameter_is_taken(way, kind):
+    # The lie: it is computed from parameters, so it depends on them.
     def held(params, batch):
         soft = jax.lax.stop_gradient(jax.nn.sigmoid(batch["x"] @ params["w"]))
         return mt.ratio(token_losses(params, batch) * soft, soft)
@@ -220,13 +232,10 @@ def test_a_weight_that_depends_on_the_parameters_is_refused(way):
         return mt.ratio(token_losses(params, batch) * sure, sure)
 
     batch = batch_of(13)
-    for fun in (loss, jax.jit(loss)):
-        with pytest.raises(mt.OutputError, match=r"depends on the parameters.*all_rows\(weight\)"):
-            mt.value_and_grad(fun, **WAYS[way])(PARAMS, batch)
-    for fun, others in ((held, [held]), (chosen, [chosen, jax.jit(chosen)])):
-        expected = jax.jit(jax.value_and_grad(fun))(PARAMS, batch)
-        for one in others:
-            assert_close(mt.value_and_grad(one, **WAYS[way])(PARAMS, batch), expected)
+    fun, *others = {"held": [held], "chosen": [chosen, jax.jit(chosen)]}[kind]
+    expected = jax.jit(jax.value_and_grad(fun))(PARAMS, batch)
+    for one in (fun, *others):
+        assert_close(mt.value_and_grad(one, **WAYS[way])(PARAMS, batch), expected)
 
 
 def test_other_uses_are_refused_in_words():
@@ -283,6 +292,7 @@ def test_a_ratio_may_be_passed_through_trees_and_calls():
     assert_close((value, gradients), (2 * expected, of_one))
 
 
+@pytest.mark.slow
 def test_narrow_numbers_are_added_one_after_the_other_as_on_one_device():
     """Lie: 256 + 1 is 256 in bfloat16, if they are added to each other first."""
 
