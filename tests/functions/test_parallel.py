@@ -100,7 +100,16 @@ def outer(x, w):
     return x[:, :, None] * w
 
 
-@pytest.mark.parametrize(("num_rows", "towers"), [(8, None), (5, None), (8, 5), (5, 5), (1, 5)])
+@pytest.mark.parametrize(
+    ("num_rows", "towers"),
+    [
+        (8, None),
+        (5, 5),
+        (1, 5),
+        pytest.param(5, None, marks=pytest.mark.slow),
+        pytest.param(8, 5, marks=pytest.mark.slow),
+    ],
+)
 def test_axes_as_in_vmap(num_rows, towers):
     """Lie: rows on an axis other than the first are taken for features."""
     rng = np.random.default_rng(0)

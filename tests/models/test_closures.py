@@ -173,6 +173,7 @@ def test_a_function_that_wraps_another_one_keeps_its_name_and_signature():
         assert mt.value_and_grad(named(name), devices=2)(1.0, X)[0] == value
 
 
+@pytest.mark.slow
 def test_a_function_that_closes_over_itself_has_the_new_contents():
     """Lie: the first call has the new ones, and the calls inside of it those of before."""
     weight = jnp.float32(1)

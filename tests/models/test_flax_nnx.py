@@ -146,7 +146,12 @@ def test_law_l6_every_tower_has_its_own_mask():
 
 @pytest.mark.parametrize(
     "argnums",
-    [0, (1, 0), nnx.DiffState(0, nnx.PathContains("kernel")), nnx.DiffState(0, ...)],
+    [
+        pytest.param(0, marks=pytest.mark.slow),
+        (1, 0),
+        nnx.DiffState(0, nnx.PathContains("kernel")),
+        pytest.param(nnx.DiffState(0, ...), marks=pytest.mark.slow),
+    ],
     ids=["0", "1,0", "kernel", "all"],
 )
 def test_law_l2_gradients_are_what_nnx_gives(argnums):

@@ -172,18 +172,19 @@ def test_a_call_that_needs_values_inside_jit(name):
 
 @pytest.mark.parametrize("towers", [None, 2])
 def test_a_state_is_made_inside_jit(towers):
-    step = mt.train_step(loss, optax.adam(0.1), devices=2, towers=towers)
+    step = mt.train_step(loss, optax.sgd(0.1, momentum=0.9), devices=2, towers=towers)
     made = step(jax.jit(step.init)(np.float32(1)), X)
     assert mt.fingerprint(made) == mt.fingerprint(step(step.init(np.float32(1)), X))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [  # every operation is a program there, on every device
         "make_parallel",
-        pytest.param("train_step", marks=pytest.mark.slow),
-        pytest.param("grad", marks=pytest.mark.slow),
-        pytest.param("evaluate", marks=pytest.mark.slow),
+        "train_step",
+        "grad",
+        "evaluate",
     ],
 )
 def test_disable_jit(name):

@@ -108,6 +108,7 @@ def test_towers_and_devices_do_not_matter(devices, towers):
     np.testing.assert_allclose(found, distort(IMAGES, KEYS), atol=2e-5)
 
 
+@pytest.mark.slow
 def test_an_augmented_loss_sees_each_example_with_its_own_key():
     data = {"image": IMAGES}
     seen = {}

@@ -204,14 +204,12 @@ def test_a_convolution_and_its_gradients_are_xlas():
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [
         ("mnist", {"model": "lenet5"}),
-        *(
-            pytest.param(name, {}, marks=pytest.mark.slow)
-            for name in ("digits", "mnist", "cifar10", "cifar10-resnet20")
-        ),
+        *((name, {}) for name in ("digits", "mnist", "cifar10", "cifar10-resnet20")),
     ],
 )
 def test_a_recipe_takes_mixed_precision(name, options):

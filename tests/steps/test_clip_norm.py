@@ -68,7 +68,7 @@ def numpy_sgd(limit, batches=BATCHES):
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(options, marks=[pytest.mark.slow] if way == "same bits" else [])
+        pytest.param(options, marks=[] if way == "fast" else [pytest.mark.slow])
         for way, options in WAYS.items()
     ],
     ids=WAYS,

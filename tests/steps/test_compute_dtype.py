@@ -105,6 +105,7 @@ def test_one_number_a_row_is_not_rounded_in_a_column_either():
     assert float(metrics["loss"]) == 1001**2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*with statistics of their own tower.s rows")
 def test_an_nnx_module_computes_in_bfloat16():
     nnx = pytest.importorskip("flax.nnx")
@@ -183,7 +184,7 @@ def test_dtypes_of_ours_fit_a_program_that_promotes_none(options):
     np.testing.assert_allclose(metrics["loss"], jax.jit(loss)(params, BATCHES[0]), rtol=0.03)
 
 
-@pytest.mark.parametrize("towers", [None, 2])
+@pytest.mark.parametrize("towers", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_32_bits_fit_a_program_of_64_that_promotes_none(towers):
     """Lie: counts of rows have 64 bits, and `jax_numpy_dtype_promotion="strict"` fails on them."""
 

@@ -75,7 +75,7 @@ def numpy_norms(limit):
         ("towers", LIMIT),
         pytest.param("same bits", LIMIT, marks=pytest.mark.slow),
         pytest.param("blocks", None, marks=pytest.mark.slow),
-        ("shards", LIMIT),
+        pytest.param("shards", LIMIT, marks=pytest.mark.slow),
         pytest.param("stages", None, marks=pytest.mark.slow),
         pytest.param("a call for all", LIMIT, marks=pytest.mark.slow),
         pytest.param("same bits", None, marks=pytest.mark.slow),

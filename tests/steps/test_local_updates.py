@@ -173,6 +173,7 @@ def test_a_ratio_is_the_towers_own():
     assert metrics["tower_losses"].tolist() == pytest.approx([0, float((before * x[2]).sum())])
 
 
+@pytest.mark.slow
 def test_a_penalty_beside_a_ratio_is_whole_in_every_tower():
     # The lie: each of the towers has its share of the penalty, and makes an update with that.
     def loss(w, x):
@@ -276,6 +277,7 @@ def test_metrics_are_added_along_the_tree():
     assert float(metrics["loss"]) == np.float32(1) / np.float32(3)
 
 
+@pytest.mark.slow
 def test_without_towers_there_is_one_for_each_device():
     found = []
     for towers in (None, 2):
@@ -319,6 +321,7 @@ def test_a_tower_alone_has_a_state_of_its_own():
         own.params["w"][0] = 0  # it would be lost
 
 
+@pytest.mark.slow
 def test_every_tower_has_memory_of_its_own():
     step = make(towers=4, devices=1)
     state = step.init({"w": np.ones(300, np.float32), "b": np.float32(0)})
@@ -379,6 +382,7 @@ def test_models_of_other_shapes_meet_in_turn():
         assert_close(state.params, w - 0.1 * 2 * errors @ x[:, :size] / len(x))
 
 
+@pytest.mark.slow
 def test_a_key_that_a_loss_leaves_as_it_is_stays_as_it_was():
     """Lie: the key that a tower draws with, its own, is the next step's key of all towers."""
 
@@ -392,6 +396,7 @@ def test_a_key_that_a_loss_leaves_as_it_is_stays_as_it_was():
     np.testing.assert_array_equal(kept, [jax.random.key_data(key)] * 2)
 
 
+@pytest.mark.slow
 def test_what_is_written_into_a_state_is_used():
     hyper = optax.inject_hyperparams(optax.sgd)
     optimizers = {
@@ -489,6 +494,7 @@ def test_parameters_that_are_changed_inside_jit_reach_every_tower(is_written):
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_a_state_goes_on_elsewhere():
     rows = [batch(number, 12) for number in range(7)]
     on_one, on_two = (

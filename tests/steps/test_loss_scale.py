@@ -207,6 +207,7 @@ def test_a_gradient_that_no_scale_mends_ends_the_run():
         trainer_of(loss, devices=1).fit(PARAMS, lambda first: itertools.repeat(GOOD), steps=30)
 
 
+@pytest.mark.slow
 def test_states_of_other_steps():
     narrow = mt.train_step(losses, optax.sgd(LR), compute_dtype=jnp.float16, devices=1)
     plain = mt.train_step(losses, optax.sgd(LR), devices=1)

@@ -162,6 +162,7 @@ def test_nothing_compiles_for_a_ragged_batch():
         assert len(traces) == before
 
 
+@pytest.mark.slow
 def test_the_losses_of_towers():
     step = mt.train_step(_masked, optax.sgd(0.1), devices=1, towers=4, diagnostics=True)
     _, metrics = step(step.init(PARAMS), BATCHES[0])
@@ -190,6 +191,7 @@ def test_a_summed_loss(options):
         np.testing.assert_allclose(state.params, w, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @fast_and_same_bits
 def test_a_scalar_that_is_a_sum(options):
     fun = lambda w, batch: ((batch["x"] @ w - 1) ** 2).sum()

@@ -227,7 +227,7 @@ def test_trap_the_regulariser_counted_once_per_tower():
         assert_close(state.params["w"], 0 * params_of()["w"])
 
 
-@both_ways
+@fast_every_day
 def test_scalar_losses_of_full_batches(towers):
     """Lie: a scalar loss is another program than the same loss of each row, in NumPy here."""
     step = mt.train_step(lambda p, b: losses(p, b).mean(), optax.sgd(0.1), **where(towers))
@@ -276,7 +276,7 @@ def test_extra_args_reach_the_optimizer(towers):
     assert_close(state.opt_state[1].best_value, min(history))
 
 
-@pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.parametrize("is_plain", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_extra_args_reach_an_optimizer_in_multi_steps(is_plain):
     """Lie: the loss is given to every optimizer that takes it."""
     optimizer = optax.MultiSteps(optax.contrib.reduce_on_plateau(accumulation_size=1), 1)

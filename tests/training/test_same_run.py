@@ -131,6 +131,7 @@ def test_another_run_is_refused_by_name(settings, said, begun):
         fit(begun, steps=3, **settings)
 
 
+@pytest.mark.slow
 def test_the_number_of_stages_counts(tmp_path):
     """Lie: a run without its stages goes on as the same one, with other bits."""
     fit(tmp_path, stages=1)
@@ -150,7 +151,7 @@ def test_a_checkpoint_of_before_stages_were_kept_for_every_run_is_resumed():
 
 def test_numbers_that_an_optimizer_keeps_in_its_state_count(tmp_path):
     # The lie: 0.2 in the program, and the 0.1 of the checkpoint in every update.
-    make = optax.inject_hyperparams(optax.adam)
+    make = optax.inject_hyperparams(optax.sgd)
     fit(tmp_path, make(0.1))
     assert fit(tmp_path, make(0.1), steps=3).step == 3
     with pytest.raises(
@@ -220,6 +221,7 @@ def test_an_update_of_complex_weights_counts():
         check_same_run(one, other, "here")
 
 
+@pytest.mark.slow
 def test_an_average_counts_by_what_it_computes(tmp_path):
     make = lambda offset: lambda step: jnp.minimum(0.9, (1 + step) / (offset + step))
     fit(tmp_path, ema_decay=make(10.0))

@@ -132,6 +132,7 @@ def test_hooks_hear_of_towers_and_evaluations():
     assert scores["loss"] == pytest.approx(np.mean((average - DATA["y"]) ** 2), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_hook_that_is_a_list_too_is_a_hook():
     # The lie: a hook that is taken for an empty list of hooks.
     class History(list):
@@ -320,6 +321,7 @@ def test_the_model_is_what_is_scored():
         plain.model(state, ema=True)
 
 
+@pytest.mark.slow
 def test_complex_metrics_are_refused_by_name():
     def loss(w, batch):
         return (w - batch["x"]) ** 2, {"phase": {"factor": batch["x"] * 1j}}

@@ -271,6 +271,7 @@ def test_modules_are_taken():
     assert not normed.mean[...].any()  # the user's own module has seen nothing
 
 
+@pytest.mark.slow
 def test_16_bit_results_are_compared_as_coarsely_as_they_are():
     # The lie: rows that mix, seen in nothing but bfloat16's rounding.
     x = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
@@ -538,6 +539,7 @@ def test_a_state_that_adds_up_rows_is_not_safe():
     assert (problem.kind, problem.output) == ("sum", "model_state['seen']")
 
 
+@pytest.mark.slow
 def test_parameters_in_numpy_arrays_are_indexed_as_in_a_real_call():
     table = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
     tokens = np.array([[0, 1], [2, 3], [4, 0], [1, 1]])
@@ -617,14 +619,14 @@ def test_a_mask_that_keeps_every_row_does_not_make_a_mean_safe(kind):
     assert "the numbers agree, as with a mask that keeps every row" in str(check)
 
 
+@pytest.mark.slow
 def test_a_choice_that_keeps_every_row_does_not_make_a_mean_safe():
     """The lie: the same, where rows are chosen by their loss, or a mask in another way."""
     assert not check_parallel(without_outliers, W, BATCH)
     assert not check_parallel(chosen_mean, W, {**BATCH, "mask": np.ones(16, np.bool_)})
 
 
-@pytest.mark.parametrize(
-    "loss", [pytest.param(half_of_each_row, marks=pytest.mark.slow), backwards]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", [half_of_each_row, backwards])
 def test_rows_that_come_together_and_stay_what_they_are_are_safe(loss):
     assert check_parallel(loss, W, BATCH)

@@ -121,7 +121,10 @@ def damage(directory, number):
 
 # Orbax reads all leaves at once: those that fail after the first one report to nobody.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("how", ["flipped bytes", "a missing file", "other bits"])
+@pytest.mark.parametrize(
+    "how",
+    ["flipped bytes", pytest.param("a missing file", marks=pytest.mark.slow), "other bits"],
+)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_offered(tmp_path, how):
     # The lie: "latest" that cannot be read, or that is read without complaint; or its content
     # under the number of the one before.

@@ -50,6 +50,7 @@ def test_an_extended_run_has_what_the_last_test_phase_wrote_into_the_state(tmp_p
     assert fit(tmp_path / "extended", 7) == fit(tmp_path / "whole", 7)
 
 
+@pytest.mark.slow
 def test_two_trainers_in_one_directory(tmp_path):
     """Lie: two runs that write the same checkpoints, and a resume from a mixture of both."""
     run_dir = tmp_path / "is not" / "there yet"
@@ -74,7 +75,7 @@ def test_two_trainers_in_one_directory(tmp_path):
     trainer.fit(PARAMS, batches, steps=10, resume=True)  # the first one has given it back
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_batches_that_end_or_fail_lose_no_step(tmp_path, fails, undisturbed):
     """Lie: the steps since the last checkpoint are lost, because the loader failed."""
 
@@ -144,6 +145,7 @@ def test_what_needs_a_run_dir_is_said(option, tmp_path):
     make_trainer(1, run_dir=tmp_path, **option)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over_only_when_allowed(tmp_path, undisturbed):
     make_trainer(1, run_dir=tmp_path, checkpoint_every=20).fit(PARAMS, batches, steps=40)
     (tmp_path / "checkpoints" / "40" / "about" / "metadata").unlink()

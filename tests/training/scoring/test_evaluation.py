@@ -156,6 +156,7 @@ def test_a_wrong_batch_size_is_an_error(wrong):
         evaluate(metrics, 1.0, {"x": VALUES}, global_batch=wrong)
 
 
+@pytest.mark.slow
 def test_batches_that_are_on_their_devices_are_scored_too():
     """Lie: batches of prefetch, with the towers that score them, are no batches."""
     halves = [{"x": VALUES[:60]}, {"x": VALUES[60:]}]
