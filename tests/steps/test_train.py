@@ -58,7 +58,10 @@ def plain_loop(model_name):
         model = MODELS["mlp"](np.random.default_rng(0))
         loss_fn = model.loss
     schedule = optax.warmup_cosine_decay_schedule(0, 1e-2, 2, 4)
-    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(schedule))
+    last = optax.adamw(schedule)
+    if model_name == "mlp":  # every day: an update of fewer kernels
+        last = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(schedule, momentum=0.9))
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), last)
     batches = [model.batch(np.random.default_rng(s), n) for s, n in enumerate((8, 8, 5))]
 
     @jax.jit
@@ -123,7 +126,7 @@ def test_trap_a_second_compilation_on_step_two(towers):
     assert np.isfinite(float(metrics["loss"]))
 
 
-@both_ways
+@same_bits_every_day
 def test_trap_mean_of_means(towers):
     """transformers#34191; law L7 on ten rows for four towers of three."""
 
@@ -276,7 +279,8 @@ def test_extra_args_reach_the_optimizer(towers):
     assert_close(state.opt_state[1].best_value, min(history))
 
 
-@pytest.mark.parametrize("is_plain", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_plain", [False, True])
 def test_extra_args_reach_an_optimizer_in_multi_steps(is_plain):
     """Lie: the loss is given to every optimizer that takes it."""
     optimizer = optax.MultiSteps(optax.contrib.reduce_on_plateau(accumulation_size=1), 1)

@@ -178,6 +178,7 @@ def test_settings_of_jax_count(begun):
         fit(begun, steps=3)
 
 
+@pytest.mark.slow
 def test_a_schedule_counts_by_what_it_computes(tmp_path):
     make = lambda last: optax.sgd(optax.linear_schedule(0.1, last, 5))
     fit(tmp_path, make(0.0))
@@ -344,7 +345,7 @@ def test_an_allowed_change_leaves_what_a_schedule_or_the_user_has_made(tmp_path)
     assert found["b1"] == np.float32(0.5 / 3)
 
 
-@pytest.mark.parametrize("rows", [8, 24])
+@pytest.mark.parametrize("rows", [8, pytest.param(24, marks=pytest.mark.slow)])
 def test_the_rows_of_batches_count_where_nobody_said_how_many(rows, tmp_path):
     fit(tmp_path, global_batch=None)
     with pytest.raises(mt.RunError, match=f"batches of 16 rows, this one has {rows}") as told:

@@ -22,7 +22,14 @@ def metrics(scale, batch):
 
 
 @pytest.mark.parametrize(
-    ("global_batch", "towers"), [(1, None), (7, 3), (64, None), (100, 3), (1000, None)]
+    ("global_batch", "towers"),
+    [
+        (1, None),
+        (7, 3),
+        pytest.param(64, None, marks=pytest.mark.slow),
+        (100, 3),
+        (1000, None),
+    ],
 )
 def test_trap_evaluation_samples_duplicated_or_dropped(global_batch, towers):
     """accelerate#226: 10 167 of 10 000 test images, because the last batch is filled up; law L7."""
@@ -48,7 +55,7 @@ def test_numbers_beside_the_rows():
         np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
-@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_law_l3_of_a_data_set_on_several_devices(devices):
     """Lie: examples that XLA adds up over the devices, which makes 0.0 of -0.0."""
     zeros = mt.shard(np.full(16, -0.0, np.float32), devices=devices)
@@ -190,6 +197,7 @@ def test_a_metric_may_have_an_array_per_row(towers):
     np.testing.assert_array_equal(means["x_of"], np.array(exact) / 100)
 
 
+@pytest.mark.slow
 def test_hooks_and_the_best_score_get_the_numbers_alone():
     told = []
     trainer = mt.Trainer(
