@@ -346,6 +346,7 @@ def test_law_l3_in_a_with_block(setting):
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_in_axes_in_a_list_as_in_vmap():
     x, y = np.arange(14.0).reshape(2, 7), np.arange(21.0).reshape(1, 3, 7)
     add = lambda pair, w: (w @ pair[0] + pair[1].sum((0, 1)), pair[0])

@@ -20,8 +20,8 @@ WAYS = {
     "same bits, uneven": {"devices": 2, "towers": 5},
 }
 # Every day whole towers; towers of which one is filled up with every number of rows, below.
-every_way = pytest.mark.parametrize(
-    "way", ["fast", "same bits", pytest.param("same bits, uneven", marks=pytest.mark.slow)]
+fast_every_day = pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.slow] if "same" in way else []) for way in WAYS]
 )
 # Every number of rows in some way, and every way with some number of rows.
 any_rows = pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_outside_of_towers_it_is_the_quotient():
     assert_close(outside, by_hand(PARAMS, batch)[0])
 
 
-@every_way
+@fast_every_day
 def test_a_jitted_loss_that_was_called_outside_before(way):
     """Lie: what JAX keeps of the first call is the towers' own quotient."""
     jitted = jax.jit(masked)
@@ -101,7 +101,7 @@ def test_a_jitted_loss_that_was_called_outside_before(way):
     assert_close(jitted(PARAMS, batch), outside)
 
 
-@every_way
+@fast_every_day
 def test_inside_other_transformations(way):
     batch = batch_of(13)
     devices = 5 if "uneven" in way else 2  # equally many towers each: a program for all devices
@@ -147,7 +147,7 @@ def test_losses_of_rows_are_added_as_their_mean(way, num_rows):
     assert_close(((value, aux["both"]), gradients), expected)
 
 
-@every_way
+@fast_every_day
 def test_a_backward_rule_that_is_not_linear(way):
     @jax.custom_vjp
     def clipped(x):
@@ -201,11 +201,6 @@ def test_in_aux(way, num_rows):
     expected = ((wrong > 1) & batch["mask"]).sum() / batch["mask"].sum()
     np.testing.assert_allclose(aux["over"], expected, rtol=1e-6)
     np.testing.assert_allclose(aux["row"], wrong[:, 0], rtol=1e-5)
-
-
-fast_every_day = pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[pytest.mark.slow] if "same" in way else []) for way in WAYS]
-)
 
 
 @fast_every_day
@@ -393,7 +388,7 @@ def test_a_sum_over_all_rows(way, num_rows):
     assert_close(mt.grad(row_losses, **options)(PARAMS, batch), expected[1])
 
 
-@every_way
+@fast_every_day
 def test_a_scalar_that_is_a_sum(way):
     summed = lambda p, b: row_losses(p, b).sum()
     options = {**WAYS[way], "reduction": "sum"}

@@ -108,7 +108,7 @@ def times_all(x, held):
     return x * held.table[0] * held.scale.get("all", 1.0)
 
 
-@pytest.mark.parametrize("make", [np.array, jnp.array, list])
+@pytest.mark.parametrize("make", [pytest.param(np.array, marks=pytest.mark.slow), jnp.array, list])
 def test_what_the_equality_of_a_value_leaves_out(make):
     """Lies: the array of another value; a dict as it was before it changed."""
 

@@ -190,6 +190,7 @@ assert not loaded, loaded
 """
 
 
+@pytest.mark.slow
 def test_no_framework_is_imported():
     """Lie: who has JAX alone pays for the others, or cannot import it at all."""
     run_python("-c", NOTHING)

@@ -39,6 +39,7 @@ SLOW = {
     "coming-from/accelerate.md",
     "coming-from/horovod.md",
     "coming-from/keras.md",
+    "coming-from/mirrored-strategy.md",
     "coming-from/pmap.md",
     "coming-from/pytorch.md",
     "frameworks.md",

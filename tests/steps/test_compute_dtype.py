@@ -151,13 +151,14 @@ def test_a_resume_keeps_it(tmp_path):
     assert fit(2, compute_dtype=jnp.bfloat16).step == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
         {"compute_dtype": jnp.bfloat16, "clip_norm": 1.0},
-        pytest.param({"compute_dtype": jnp.float16, "towers": 2}, marks=pytest.mark.slow),
+        {"compute_dtype": jnp.float16, "towers": 2},
         *(
-            pytest.param({"towers": 2, **options}, marks=pytest.mark.slow)
+            {"towers": 2, **options}
             for options in (
                 {"shard_update": True, "clip_norm": 1.0},
                 {"stages": 2, "clip_norm": 1.0},

@@ -228,7 +228,11 @@ def test_what_is_no_reduction_is_refused():
 
 @pytest.mark.parametrize(
     ("where", "global_batch"),
-    [({"devices": 2}, 1), ({"devices": 2}, 31), ({"devices": 1, "towers": 4}, 5)],
+    [
+        ({"devices": 2}, 1),
+        pytest.param({"devices": 2}, 31, marks=pytest.mark.slow),
+        ({"devices": 1, "towers": 4}, 5),
+    ],
     ids=str,
 )
 def test_an_evaluation_counts_every_token_once(where, global_batch):

@@ -232,6 +232,7 @@ def dropout_and_statistics(w, batch, *, rng):
     return entropies(z - z.mean(0), batch["y"])
 
 
+@pytest.mark.slow
 def test_what_is_drawn_is_judged_by_the_program():
     # Two halves draw other numbers than the whole: that alone is no fault.
     assert check_parallel(dropout, W, BATCH, rng=jax.random.key(0))
@@ -519,6 +520,7 @@ def test_a_key_that_is_returned_for_the_next_step_is_right(make):
     assert check_parallel(with_next_key, VECTOR, X, make(0))
 
 
+@pytest.mark.slow
 def test_batch_norm_is_told_once():
     def normalised(w, x, *, model_state):
         mean = x.mean(0)
@@ -565,6 +567,7 @@ def test_a_loss_may_ask_for_the_number_of_towers_alone():
     assert not check_parallel(wrong, W, BATCH)
 
 
+@pytest.mark.slow
 def test_results_that_are_nan_in_a_complex_number_are_repeatable():
     """Lie: a function that draws random numbers on the host, because nan is not nan."""
     some = jnp.array([jnp.nan, 1.0])[jnp.arange(len(BATCH["x"])) % 2]

@@ -239,6 +239,7 @@ def test_a_variance_that_is_kept_from_being_negative_is_meant():
     look_at_step(clipped_variance, (X, Y), model_state=jnp.ones(3))
 
 
+@pytest.mark.slow
 def test_a_system_with_a_matrix_of_no_rows_is_solved_for_a_mean():
     """A false alarm: the solution for a mean over rows is a mean over rows, as a product is."""
     matrix = np.eye(3, dtype=np.float32) + 0.5

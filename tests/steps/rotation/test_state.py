@@ -25,6 +25,7 @@ def test_model_state_goes_with_the_group():
     assert list(state.local["model_state"]["calls"]) == [2, 1]
 
 
+@pytest.mark.slow
 def test_a_skipped_update_leaves_the_model_state_of_its_group():
     # The lie: the state of the group whose turn was before.
     def loss(params, batch, *, model_state):
