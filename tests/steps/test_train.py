@@ -57,10 +57,11 @@ def plain_loop(model_name):
     else:
         model = MODELS["mlp"](np.random.default_rng(0))
         loss_fn = model.loss
-    schedule = optax.warmup_cosine_decay_schedule(0, 1e-2, 2, 4)
-    last = optax.adamw(schedule)
-    if model_name == "mlp":  # every day: an update of fewer kernels
-        last = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(schedule, momentum=0.9))
+    # Every day an update of fewer kernels than Adam's.
+    rate = 1.0 if model_name == "mlp" else 1e-2
+    schedule = optax.warmup_cosine_decay_schedule(0, rate, 2, 4)
+    decayed = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(schedule, momentum=0.9))
+    last = decayed if model_name == "mlp" else optax.adamw(schedule)
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), last)
     batches = [model.batch(np.random.default_rng(s), n) for s, n in enumerate((8, 8, 5))]
 
@@ -87,7 +88,8 @@ def test_equals_a_plain_optax_loop(model_name, towers):
     step = mt.train_step(loss_fn, optimizer, **where(towers))
     state, history = train(step, step.init(first), batches)
     # Adam divides by the square root of squares: rounding near zero grows.
-    assert_close((state.params, history), (params, expected), rtol=1e-3, atol=1e-4)
+    near = {"rtol": 1e-5, "atol": 1e-6} if model_name == "mlp" else {"rtol": 1e-3, "atol": 1e-4}
+    assert_close((state.params, history), (params, expected), **near)
 
 
 @same_bits_every_day
