@@ -162,6 +162,7 @@ def test_eager_towers_have_the_same_bits_on_every_device_count():
     assert len(found) == 1
 
 
+@pytest.mark.slow
 def test_16_bit_parameters_get_16_bit_gradients():
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params_of())
     for options in ({"devices": 2}, {"devices": 1, "towers": 4}):

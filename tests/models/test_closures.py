@@ -92,7 +92,7 @@ def test_a_number_beside_arrays_is_data_in_a_record_and_a_setting_elsewhere():
     ("make_key", "towers"),
     [
         (jax.random.key, 4),
-        (jax.random.PRNGKey, None),
+        pytest.param(jax.random.PRNGKey, None, marks=pytest.mark.slow),
         pytest.param(jax.random.key, None, marks=pytest.mark.slow),
         pytest.param(jax.random.PRNGKey, 4, marks=pytest.mark.slow),
     ],

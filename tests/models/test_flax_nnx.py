@@ -401,6 +401,7 @@ def test_model_state_next_to_a_module():
             step.init(module, model_state={"a": 1.0})
 
 
+@pytest.mark.slow
 def test_a_module_in_an_object_that_the_loss_uses_may_change():
     """Lie: a target network that an agent keeps, `self.target`, stays that of the first call."""
 

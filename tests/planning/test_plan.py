@@ -385,6 +385,7 @@ def test_asynchronous_updates_by_hand():
     assert "updates='asynchronous'" in str(plan)
 
 
+@pytest.mark.slow
 def test_what_towers_apart_cannot_be_planned_for():
     for options, said in (
         ({"updates": "asynchronous", "machines": 2}, "the devices of one machine"),

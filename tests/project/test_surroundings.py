@@ -340,6 +340,7 @@ def test_a_transfer_guard_and_steps(more):
     assert metrics["loss"].shape == (1,)
 
 
+@pytest.mark.slow
 def test_a_transfer_guard_and_stages():
     two = lambda w, x: loss(w[1], loss(w[0], x))
     step = mt.train_step(two, optax.sgd(0.1), devices=2, towers=2, stages=2)
@@ -485,6 +486,7 @@ def test_a_reference_inside_a_loss(options):
     np.testing.assert_allclose(state.params, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_reference_is_not_cut():
     """Lie: parameters without what was written into them; a page of JAX's words."""
     told = r"a jax.new_ref is used.*x = x\.at\[i\]"

@@ -172,6 +172,7 @@ def test_a_path_that_is_no_text_does_not_cost_the_report(tmp_path):
     assert "\\udcff.py" in make_page(tmp_path, config=config)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_written_leaves_the_old_report_alone(tmp_path, monkeypatch):
     # The lie: half a page, where there was a whole one.
     old = make_page(tmp_path, three_lines())

@@ -207,6 +207,7 @@ def test_the_norm_and_the_decay_may_be_arrays_of_one_number(as_array):
     np.testing.assert_allclose(found[0].ema_params, 1 - 0.1 * 2.25 / 2, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_trainer_clips_too():
     def batches(first):
         return iter(BATCHES[first:])

@@ -155,6 +155,7 @@ def test_a_meeting_in_every_step_is_synchronous_training(reduction, source):
     assert_close(outcomes[1], outcomes[0])
 
 
+@pytest.mark.slow
 def test_a_ratio_is_the_towers_own():
     # The lie: weights of all towers, which nobody has sent.
     def loss(w, batch):
@@ -201,6 +202,7 @@ def test_states_of_inner_optimizers_are_kept_or_averaged():
     assert averaged.count.tolist() == kept.count.tolist() == [2, 2]
 
 
+@pytest.mark.slow
 def test_a_meeting_leaves_every_tower_its_own_counts():
     # The lie: all towers go on with tower 0's, so that a schedule falls for updates that a tower
     # has not made, or not for those that it has.
@@ -360,6 +362,7 @@ def test_what_is_not_finite_stays_in_its_tower():
     assert_close(flat(state.local.params), np.stack([flat(state.params)] * 2))
 
 
+@pytest.mark.slow
 def test_a_tower_without_rows_skips_no_step():
     """Lie: copies of a bad row, which only fill that tower up, count as a step of its own."""
     bad = batch(1, 3)

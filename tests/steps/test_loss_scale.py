@@ -128,10 +128,12 @@ def test_same_bits_on_any_number_of_devices_and_those_of_a_replay(counts):
     assert len(prints) == 1
 
 
+@pytest.mark.slow
 def test_fast_steps_and_a_ratio():
     check(*train(ratio_losses, devices=2), 2)
 
 
+@pytest.mark.slow
 def test_the_scale_stays_out_of_a_sum():
     step = mt.train_step(
         losses, optax.sgd(1.0), compute_dtype="float16", reduction="sum", devices=1, towers=2

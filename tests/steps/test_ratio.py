@@ -281,6 +281,7 @@ def test_a_trainer_evaluates_ratios():
     assert found["loss"] == pytest.approx(float(_masked(PARAMS, BATCHES[1])), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_a_ratio_for_some_shapes_alone():
     """Lie: what was found for the first shapes holds for others."""
     loss = lambda w, x: mt.ratio(w * x, 2 * jnp.ones_like(x)) if x.ndim == 2 else w * x

@@ -215,6 +215,7 @@ def test_a_kind_fills_the_towers_as_in_the_run_that_it_is_of():
     assert loss_after(4, 8) == loss_after(8) != loss_after(4)
 
 
+@pytest.mark.slow
 def test_programs_of_another_state_or_setting_are_not_those_of_the_first():
     # The lie: a state that a step has made has the shapes of all states that it makes.
     step, state = make(towers=1, devices=1)

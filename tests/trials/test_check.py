@@ -508,9 +508,8 @@ def test_dropout_of_modules_is_not_blamed():
     assert check_parallel(of_key, VECTOR, X, jax.random.key(0))
 
 
-@pytest.mark.parametrize(
-    "make", [pytest.param(jax.random.key, marks=pytest.mark.slow), jax.random.PRNGKey]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
 def test_a_key_that_is_returned_for_the_next_step_is_right(make):
     # The lie: towers have different keys, so the returned key "depends on the number of rows".
     def with_next_key(w, x, key):
@@ -531,6 +530,7 @@ def test_batch_norm_is_told_once():
     assert problem.message.startswith("rows are normalised with statistics of their own tower")
 
 
+@pytest.mark.slow
 def test_a_state_that_adds_up_rows_is_not_safe():
     # The lie: "safe", of counts that are those of a tower.
     def counting(w, x, *, model_state):
@@ -580,6 +580,7 @@ def test_a_result_that_is_no_number_is_named():
         check_parallel(lambda w, batch: (by_row(w, batch), {"split": "train"}), W, BATCH)
 
 
+@pytest.mark.slow
 def test_results_that_are_not_a_number_are_not_safe():
     # The lie: "safe", because NaN is as far from NaN as from any other number.
     loss = lambda w, batch: jnp.log(-((batch["x"] @ w) ** 2)).sum()

@@ -40,6 +40,7 @@ def test_batches_from_the_host_and_from_prefetch_have_the_same_bits(max_stalenes
     assert fingerprint(sharded) == from_host
 
 
+@pytest.mark.slow
 def test_batches_from_prefetch_are_taken():
     step = make(devices=2)
     state, _ = train(step, step.init({"w": W}), range(3))

@@ -98,6 +98,7 @@ def test_batches_that_end_or_fail_lose_no_step(tmp_path, fails, undisturbed):
     assert seen == list(range(51, 61))
 
 
+@pytest.mark.slow
 def test_a_run_stays_where_it_is_if_the_working_directory_changes(tmp_path, monkeypatch):
     """Lie: the best state, or all checkpoints, in a second directory that no resume finds."""
     monkeypatch.chdir(tmp_path)

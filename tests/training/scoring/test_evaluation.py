@@ -122,6 +122,7 @@ class Loader:
         return iter([{"x": VALUES[:70]}, {"x": VALUES[70:]}])
 
 
+@pytest.mark.slow
 def test_a_loader_is_read_by_a_trainer_too():
     trainer = mt.Trainer(lambda w, x: w * x, optax.sgd(0.1), devices=2, hooks=[])
     state = trainer.step.init(np.float32(2))
@@ -337,6 +338,7 @@ def test_metrics_of_another_kind_are_refused_in_words(metrics, message):
         mt.evaluate(metrics, 1.0, np.arange(8.0), global_batch=8, devices=2)
 
 
+@pytest.mark.slow
 def test_metrics_that_differ_between_batches_are_refused():
     # The lie: a metric of half of the examples, divided by the number of all.
     ones = np.ones(8)
