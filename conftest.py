@@ -48,6 +48,7 @@ TOGETHER = (
     "project/test_package",
     "project/test_quoted_messages",
     "recipes/test_gpt",
+    "runs/test_same_stream",
     "scaling/test_scaling",
     "steps/state/test_bundles",
     "steps/state/test_changed_state",

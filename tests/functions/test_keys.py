@@ -204,7 +204,11 @@ def test_a_legacy_key_beside_two_rows_is_a_key(towers):
 
 
 @pytest.mark.parametrize(
-    "way", ["an argument", "closed over", pytest.param("a state", marks=pytest.mark.slow)]
+    "way",
+    [
+        "closed over",
+        *(pytest.param(way, marks=pytest.mark.slow) for way in ("an argument", "a state")),
+    ],
 )
 def test_a_legacy_key_of_four_numbers_is_a_key(way):
     # The lie: with rbg, a key of PRNGKey is four numbers that all towers share.

@@ -160,6 +160,7 @@ def test_a_number_that_a_device_has_no_room_for(held, used):
     assert_as_jax(lambda w, x: w * x * used(held))
 
 
+@pytest.mark.slow
 def test_a_float_that_is_asked_for_its_type():
     scale = 0.5
     assert_as_jax(lambda w, x: w * x * (scale if isinstance(scale, float) else 100.0))

@@ -40,6 +40,7 @@ SLOW = {
     "coming-from/horovod.md",
     "coming-from/keras.md",
     "coming-from/mirrored-strategy.md",
+    "coming-from/named-sharding.md",
     "coming-from/pmap.md",
     "coming-from/pytorch.md",
     "frameworks.md",

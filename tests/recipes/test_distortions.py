@@ -73,6 +73,7 @@ def test_draws_do_not_hang_together(many_draws):
     assert np.abs(table - np.eye(5)).max() < 0.03
 
 
+@pytest.mark.slow
 def test_images_come_out_standardised():
     for x in (distort(IMAGES, KEYS), distortions.central(jnp.asarray(IMAGES))):
         np.testing.assert_allclose(np.mean(x, axis=(1, 2, 3)), 0, atol=1e-5)

@@ -374,6 +374,7 @@ def test_every_point_of_a_short_run_is_drawn():
         assert [(y - up["0"]) / height for _, y in line] == pytest.approx(range(1, 241), abs=0.1)
 
 
+@pytest.mark.slow
 def test_the_pointer_finds_every_point_once(tmp_path):
     # The lie: a tooltip that lacks its point, or has its neighbour's.
     train = [line(s, loss=float(s)) for s in range(1, 1001)]
@@ -447,6 +448,7 @@ def test_the_few_points_of_the_test_phase_are_drawn_over_the_training(tmp_path):
     assert page.index('class="line train"') < page.index('class="line test"')
 
 
+@pytest.mark.slow
 def test_the_loss_comes_first_and_every_metric_has_a_chart():
     one = {"train": thin([(1, 0.5), (2, 0.25)])}
     html = draw_charts({"loss": one, "top_5_accuracy": one, "examples_per_s": one})

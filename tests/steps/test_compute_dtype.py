@@ -185,7 +185,8 @@ def test_dtypes_of_ours_fit_a_program_that_promotes_none(options):
     np.testing.assert_allclose(metrics["loss"], jax.jit(loss)(params, BATCHES[0]), rtol=0.03)
 
 
-@pytest.mark.parametrize("towers", [None, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("towers", [None, 2])
 def test_32_bits_fit_a_program_of_64_that_promotes_none(towers):
     """Lie: counts of rows have 64 bits, and `jax_numpy_dtype_promotion="strict"` fails on them."""
 

@@ -272,6 +272,7 @@ def test_it_can_be_verified_as_any_step():
     )
 
 
+@pytest.mark.slow
 def test_metrics_are_added_along_the_tree():
     # The lie: another order of towers, which float32 tells: (1e8 + 1) - 1e8 is 0.
     step = make(loss=lambda w, x: x + 0 * w, towers=3)

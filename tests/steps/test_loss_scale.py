@@ -199,6 +199,7 @@ def test_a_run_goes_on_after_an_overflow_and_resumes_with_its_scale(tmp_path):
         other.fit(PARAMS, batches, steps=5, resume=True)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_no_scale_mends_ends_the_run():
     # The lie: a run that skips every step until it is done.
     def loss(params, batch):

@@ -108,6 +108,7 @@ def test_a_run_stays_where_it_is_if_the_working_directory_changes(tmp_path, monk
     assert trainer.restore(PARAMS).step == 1
 
 
+@pytest.mark.slow
 def test_fewer_steps_than_the_run_has_made(tmp_path):
     """Lie: a finished run of a checkpoint that is of another one."""
     make_trainer(1, run_dir=tmp_path).fit(PARAMS, batches, steps=3)

@@ -116,6 +116,7 @@ def test_what_is_not_finite_is_named_by_its_step(tmp_path):
     assert run.steps() == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_batches_that_run_out_and_a_loader_that_uses_its_arrays_again():
     # The lies: rows that are copied to the devices when their loader has overwritten them; a call
     # whose batches are all the last one.

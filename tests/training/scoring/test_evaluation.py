@@ -293,6 +293,7 @@ def test_nnx_modules_are_scored_in_evaluation_mode():
     np.testing.assert_allclose(found, (trained(x) ** 2).mean(), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_equinox_modules_are_scored_in_inference_mode():
     # The lie: an evaluation with dropout, or of some rows twice.
     eqx = pytest.importorskip("equinox")
