@@ -46,12 +46,15 @@ TOGETHER = (
     "planning/test_plan",
     "processes/test_layouts",
     "project/test_package",
+    "project/test_quoted_messages",
     "recipes/test_gpt",
+    "runs/test_same_stream",
     "scaling/test_scaling",
     "steps/state/test_bundles",
     "steps/state/test_changed_state",
     "steps/test_shards",
     "steps/test_steps_per_call",
+    "training/checkpoints/test_checkpoint",
 )
 
 # The longest tests that any worker takes begin first: at the end no core waits for one of them.

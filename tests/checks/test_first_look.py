@@ -57,7 +57,9 @@ def test_each_entry_point_warns_once(entry, loss):
         run(W, X)  # warnings are errors here: a second one would fail
 
 
-@pytest.mark.parametrize("loss", [total, centred, one_mask])
+@pytest.mark.parametrize(
+    "loss", [centred, *(pytest.param(loss, marks=pytest.mark.slow) for loss in (total, one_mask))]
+)
 def test_nothing_is_said_if_the_user_says_that_there_is_one_tower(loss):
     # The lie: it is warned of what differs from one device's, in a result that does not.
     found, _ = mt.value_and_grad(loss, devices=1, towers=1)(W, X)
@@ -90,20 +92,17 @@ def test_a_loss_of_fixed_rows_is_told_where_it_is_wrong_or_right():
         mt.grad(lambda w, x: losses(w, x) + jnp.ones(7), devices=2)(W, X)
 
 
+LOOPS = (
+    lambda x: [x[n] for n in range(len(x))],
+    jnp.unstack,
+    list,
+    lambda x: [x[-n : len(x) - n + 1][0] for n in range(len(x), 0, -1)],
+    lambda x: [one[0] for one in jnp.split(x, len(x))],
+)
+
+
 @pytest.mark.parametrize(
-    "taken",
-    [
-        lambda x: [x[n] for n in range(len(x))],
-        *(
-            pytest.param(taken, marks=pytest.mark.slow)
-            for taken in (
-                jnp.unstack,
-                list,
-                lambda x: [x[-n : len(x) - n + 1][0] for n in range(len(x), 0, -1)],
-                lambda x: [one[0] for one in jnp.split(x, len(x))],
-            )
-        ),
-    ],
+    "taken", [LOOPS[0], *(pytest.param(taken, marks=pytest.mark.slow) for taken in LOOPS[1:])]
 )
 def test_a_loop_over_the_rows_in_python_is_named(taken):
     # The lie: it takes a part of the rows; or: nothing is wrong with it.
@@ -112,6 +111,13 @@ def test_a_loop_over_the_rows_in_python_is_named(taken):
         look_at(mt.grad(jax.jit(lambda w, x: loss(w, x) / len(x)), devices=2), X)
     (one,) = told
     assert "goes through its rows one by one in Python (test_first_look.py:" in str(one.message)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("taken", LOOPS)
+def test_a_loop_over_the_rows_in_python_may_be_tried(taken):
+    # The lie: a loop that a look cannot read is wrong; or a sum is right because it is a loop.
+    loss = lambda w, x: sum(losses(w, row[None])[0] for row in taken(x))
     assert mt.check_parallel(lambda w, x: loss(w, x) / len(x), W, X[:4])
     assert not mt.check_parallel(loss, W, X[:4])
 

@@ -127,7 +127,10 @@ def sorted_keys_put_back(w, x):
     return (jnp.zeros_like(keys).at[order].set(keys) ** 2).mean()
 
 
-@pytest.mark.parametrize("loss", [mean_of_sorted, sum_of_sorted, sorted_keys_put_back])
+@pytest.mark.parametrize(
+    "loss",
+    [mean_of_sorted, pytest.param(sum_of_sorted, marks=pytest.mark.slow), sorted_keys_put_back],
+)
 def test_a_mean_over_sorted_rows_is_that_of_the_rows(loss):
     value, _ = mt.value_and_grad(loss, devices=4)(W, Z)  # warnings are errors
     np.testing.assert_allclose(value, loss(W, Z), rtol=1e-5)

@@ -269,6 +269,7 @@ def test_nothing_is_said_of_a_count_of_draws():
     look_at_step(loss, batch, model_state=jnp.uint32(3))  # warnings are errors
 
 
+@pytest.mark.slow
 def test_numbers_that_are_drawn_for_all_rows_and_cut_are_found_by_check_parallel():
     """Lie: random numbers cannot be compared, so nothing is compared, and the loss is safe."""
     (problem,) = mt.check_parallel(WRONG["drawn for all"], W, X).problems

@@ -292,6 +292,7 @@ def test_with_only_a_cpu_it_simulates_two_devices_and_says_so(tmp_path):
     assert (result["devices"], result["host"]["NPROC"]) == (2, "32")
 
 
+@pytest.mark.slow
 def test_devices_counts_what_there_is():
     words = ("-m", "multitower", "train", "digits", "--devices", "2")
     done = ended(Fork(*words, env=clean_environment()))

@@ -235,6 +235,7 @@ def test_trap_gradients_through_collectives_are_those_of_the_whole_batch(kind, w
             )
 
 
+@pytest.mark.slow
 def test_a_loss_may_be_differentiated_from_outside():
     """make_parallel inside jax.grad: the cotangents cross the exchange, too."""
     _, whole = LOSSES["pmean"]
@@ -334,6 +335,7 @@ def test_law_l3_keys_and_16_bits_cross_an_exchange():
     assert len(found) == 1
 
 
+@pytest.mark.slow
 def test_one_nan_comes_of_many():
     """Which of two an addition passes on depends on the order of its operands."""
     bits = np.array([0x7FC00001, 0x7FC00002, 0xFFC00003, 0x7F800000], np.uint32)
@@ -472,7 +474,9 @@ def test_a_collective_in_a_rule_that_may_be_needed_yet_is_refused():
 
 
 @every_way
-@pytest.mark.parametrize("what", ["make_parallel", "value_and_grad", "train_step"])
+@pytest.mark.parametrize(
+    "what", ["make_parallel", pytest.param("value_and_grad", marks=pytest.mark.slow), "train_step"]
+)
 def test_trap_rows_that_only_fill_up_never_meet_others(way, what):
     message = r"14 rows, which do not fill 4 towers evenly.*\(psum at .*Use 12 or 16 rows"
     loss = lambda w, x: (x @ w - lax.pmean((x @ w).mean(0), "towers")).sum(1)

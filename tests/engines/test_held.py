@@ -97,7 +97,7 @@ def found(monkeypatch):
     [
         pytest.param(
             name,
-            marks=[] if name in ("fast", "towers", "shard_params", "stages") else pytest.mark.slow,
+            marks=[] if name in ("fast", "towers") else pytest.mark.slow,
         )
         for name in WAYS
     ],

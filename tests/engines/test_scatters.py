@@ -44,7 +44,13 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
+# Much as the others.
+TOO = ("median", "jit", "vmap")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in TOO else []) for name in LOSSES]
+)
 def test_gradients_are_the_same_without_a_loop_over_indices(name):
     """Lie: a scatter inside of something, out of sight, that takes a thousand times as long."""
     gradient = jax.jit(jax.grad(LOSSES[name]))
@@ -53,8 +59,17 @@ def test_gradients_are_the_same_without_a_loop_over_indices(name):
     np.testing.assert_array_equal(found(X), gradient(X))
 
 
-@pytest.mark.parametrize("kind", [np.uint8, np.int16, np.uint32])
-@pytest.mark.parametrize("mode", ["clip", "fill"])
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [
+        ("clip", np.uint8),
+        ("fill", np.int16),
+        ("fill", np.uint32),
+        pytest.param("fill", np.uint8, marks=pytest.mark.slow),
+        pytest.param("clip", np.int16, marks=pytest.mark.slow),
+        pytest.param("clip", np.uint32, marks=pytest.mark.slow),
+    ],
+)
 def test_places_behind_the_end_stay_there(kind, mode):
     """Lie: the largest of uint32 is -1 in int32, and rows at the beginning get what is dropped."""
     most = np.iinfo(kind).max

@@ -23,7 +23,11 @@ WAYS = [{"devices": 2}, {"towers": 4, "devices": 2}]
 every_way = pytest.mark.parametrize("way", WAYS, ids=["fast", "same bits"])
 
 
-@every_way
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=[] if "towers" in way else [pytest.mark.slow]) for way in WAYS],
+    ids=["fast", "same bits"],
+)
 def test_rows_are_those_of_the_batch_in_order(way):
     def both(x, y):
         rows = mt.all_rows({"x": x, "y": y})
@@ -159,6 +163,7 @@ def test_check_parallel_knows_towers_that_meet(name):
     assert check, str(check)
 
 
+@pytest.mark.slow
 def test_check_parallel_sees_a_sum_that_is_no_mean():
     check = mt.check_parallel(lambda w, x: lax.psum((x @ w).sum() ** 2, "towers"), W, X, towers=4)
     assert not check

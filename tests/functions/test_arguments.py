@@ -37,8 +37,14 @@ def test_flags_strings_and_functions_are_handed_on(towers):
         )
         rows = mt.make_parallel(settings_loss, (None, 0, 0, 0, 0), devices=2, towers=towers)
         assert_close(rows(*args, **kwargs), out**power)
-        if towers is None:  # it takes no devices and makes towers of its own
-            assert mt.check_parallel(settings_loss, *args, **kwargs)
+
+
+@pytest.mark.slow
+def test_flags_strings_and_functions_are_handed_on_to_what_tries_a_loss():
+    w, x = np.ones(3, np.float32), batch_of(4)["x"]
+    for training in (True, False):
+        args, kwargs = (w, x, training, "square", None), {"act": jnp.tanh}
+        assert mt.check_parallel(settings_loss, *args, **kwargs)
     wrong = mt.check_parallel(
         lambda x, *, training: x - x.mean() if training else x, x, training=True
     )

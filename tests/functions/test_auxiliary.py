@@ -143,11 +143,11 @@ def test_a_counter_of_a_tower_stays_an_error(counts, towers):
         mt.grad(loss, has_aux=True, devices=2, towers=towers)(1.0, np.arange(8.0))
 
 
-def test_results_of_one_call_are_on_the_same_devices():
+@pytest.mark.parametrize(("towers", "few"), [(4, 7), pytest.param(3, 12, marks=pytest.mark.slow)])
+def test_results_of_one_call_are_on_the_same_devices(towers, few):
     """The lie: rows that do not fill the towers are on one device, which JAX refuses to mix."""
     losses = lambda w, x: ((x * w) ** 2, {"rows": x * w})
-    for towers, few in ((4, 7), (3, 12)):
-        x = np.arange(few, dtype=np.float32)
-        gradient, aux = mt.grad(losses, has_aux=True, devices=2, towers=towers)(jnp.float32(2), x)
-        expected = (x**2).mean() * 8 * x.mean()
-        np.testing.assert_allclose(gradient * aux["rows"].mean(), expected, rtol=1e-5)
+    x = np.arange(few, dtype=np.float32)
+    gradient, aux = mt.grad(losses, has_aux=True, devices=2, towers=towers)(jnp.float32(2), x)
+    expected = (x**2).mean() * 8 * x.mean()
+    np.testing.assert_allclose(gradient * aux["rows"].mean(), expected, rtol=1e-5)

@@ -50,8 +50,6 @@ WAYS = {
     "same bits": {"devices": 2, "towers": 4},
     "same bits, uneven": {"devices": 2, "towers": 3},
 }
-every_way = pytest.mark.parametrize("way", WAYS)
-every_rule = pytest.mark.parametrize("rule", RULES)
 
 
 def expected(rule, x, w=W):
@@ -69,8 +67,8 @@ def expected(rule, x, w=W):
     ("rule", "way", "num_rows"),
     [
         ("clipped", "fast", 24),
-        ("rounded", "fast", 22),
-        ("clipped", "same bits", 21),
+        pytest.param("rounded", "fast", 22, marks=pytest.mark.slow),
+        pytest.param("clipped", "same bits", 21, marks=pytest.mark.slow),
         ("rounded", "same bits", 24),
         ("clipped", "same bits, uneven", 22),
     ],
@@ -84,7 +82,9 @@ def test_gradients_are_those_of_the_mean_over_all_rows(rule, way, num_rows):
     np.testing.assert_array_equal(alone, gradients)
 
 
-@every_way
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[] if "uneven" in way else [pytest.mark.slow]) for way in WAYS]
+)
 def test_gradients_of_a_scalar_loss(way):
     x = rows(24)
     scalar = lambda w, x: loss_with(rounded)(w, x).mean()
@@ -92,7 +92,7 @@ def test_gradients_of_a_scalar_loss(way):
     np.testing.assert_allclose(gradients, expected("rounded", x), rtol=1e-5)
 
 
-@every_rule
+@pytest.mark.parametrize("rule", ["clipped", pytest.param("rounded", marks=pytest.mark.slow)])
 def test_inside_jit(rule):
     x = rows(21)
     gradients = jax.jit(mt.grad(loss_with(RULES[rule]), devices=2, towers=4))(W, x)

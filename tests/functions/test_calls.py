@@ -41,7 +41,7 @@ def test_a_function_that_nothing_can_be_remembered_by():
     assert mt.grad(Loss(), devices=2)(1.0, np.arange(8, dtype=np.float32)) == 3.5
 
 
-@pytest.mark.parametrize("towers", [None, 4])
+@pytest.mark.parametrize("towers", [pytest.param(None, marks=pytest.mark.slow), 4])
 def test_trap_a_transformation_around_it_compiles_at_every_call(towers):
     """A product with the Hessian took seconds, each time."""
     traced = []
@@ -59,7 +59,7 @@ def test_trap_a_transformation_around_it_compiles_at_every_call(towers):
     np.testing.assert_allclose(first, by_jax, rtol=1e-4)
 
 
-@pytest.mark.parametrize("towers", [None, 4])
+@pytest.mark.parametrize("towers", [None, pytest.param(4, marks=pytest.mark.slow)])
 def test_weights_on_one_device_are_copied_once(towers):
     """The lie: a frozen model costs a copy to every device at every call."""
     losses = lambda w, frozen, x: (x @ (w + frozen)) ** 2
@@ -74,7 +74,7 @@ def test_weights_on_one_device_are_copied_once(towers):
     np.testing.assert_allclose(changed, by_jax, rtol=1e-5)
 
 
-@pytest.mark.parametrize("towers", [None, 4])
+@pytest.mark.parametrize("towers", [pytest.param(None, marks=pytest.mark.slow), 4])
 def test_weights_that_are_there_twice_are_copied_to_their_own_places(towers):
     """The lie: the copy of one array is taken for that of the next."""
     losses = lambda params, x: (x @ params[0]) + (x @ params[1]) * (x @ params[2])

@@ -65,7 +65,8 @@ def test_law_l3_the_same_bits_on_any_layout_and_l1_those_of_the_function(layouts
         close(one, tied([np.asarray(w) for w in WEIGHTS], X[:n], X[:n, 0]))
 
 
-@pytest.mark.parametrize("num_rows", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_rows", [1, 3])
 def test_fewer_rows_than_towers_and_a_tower_for_each_replica(num_rows):
     rows = X[:num_rows]
     for towers, devices in ((4, 2), (None, 4)):
@@ -344,6 +345,7 @@ def test_it_compiles_once_for_each_shape():
     assert len(traces) == before
 
 
+@pytest.mark.slow
 def test_calls_of_another_kind_have_programs_of_their_own():
     """Lie: the stages of the weights, the rows or the names that came first."""
 

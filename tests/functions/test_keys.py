@@ -203,7 +203,13 @@ def test_a_legacy_key_beside_two_rows_is_a_key(towers):
     np.testing.assert_array_equal(found, drawn_by(key, 2, 1))
 
 
-@pytest.mark.parametrize("way", ["an argument", "closed over", "a state"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "closed over",
+        *(pytest.param(way, marks=pytest.mark.slow) for way in ("an argument", "a state")),
+    ],
+)
 def test_a_legacy_key_of_four_numbers_is_a_key(way):
     # The lie: with rbg, a key of PRNGKey is four numbers that all towers share.
     with jax.default_prng_impl("rbg"):
@@ -236,7 +242,8 @@ def test_a_key_that_is_shared_by_mistake_is_named(make_key):
         looking.look_at_call(apart, 1.0, X, {"key": make_key(0)})
 
 
-@same_bits_every_day
+@pytest.mark.slow
+@pytest.mark.parametrize("towers", [None, 4], ids=["fast", "same bits"])
 def test_jax_finds_a_key_that_is_used_twice_in_the_loss_alone(towers):
     """Lie: a key of ours that JAX takes for one of the user's, used twice."""
     once = lambda w, x, key: (w * x * noise(key, x)).sum(1)

@@ -100,7 +100,16 @@ def outer(x, w):
     return x[:, :, None] * w
 
 
-@pytest.mark.parametrize(("num_rows", "towers"), [(8, None), (5, None), (8, 5), (5, 5), (1, 5)])
+@pytest.mark.parametrize(
+    ("num_rows", "towers"),
+    [
+        (8, None),
+        (5, 5),
+        (1, 5),
+        pytest.param(5, None, marks=pytest.mark.slow),
+        pytest.param(8, 5, marks=pytest.mark.slow),
+    ],
+)
 def test_axes_as_in_vmap(num_rows, towers):
     """Lie: rows on an axis other than the first are taken for features."""
     rng = np.random.default_rng(0)
@@ -337,6 +346,7 @@ def test_law_l3_in_a_with_block(setting):
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_in_axes_in_a_list_as_in_vmap():
     x, y = np.arange(14.0).reshape(2, 7), np.arange(21.0).reshape(1, 3, 7)
     add = lambda pair, w: (w @ pair[0] + pair[1].sum((0, 1)), pair[0])

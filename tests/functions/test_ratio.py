@@ -20,8 +20,8 @@ WAYS = {
     "same bits, uneven": {"devices": 2, "towers": 5},
 }
 # Every day whole towers; towers of which one is filled up with every number of rows, below.
-every_way = pytest.mark.parametrize(
-    "way", ["fast", "same bits", pytest.param("same bits, uneven", marks=pytest.mark.slow)]
+fast_every_day = pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.slow] if "same" in way else []) for way in WAYS]
 )
 # Every number of rows in some way, and every way with some number of rows.
 any_rows = pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_outside_of_towers_it_is_the_quotient():
     assert_close(outside, by_hand(PARAMS, batch)[0])
 
 
-@every_way
+@fast_every_day
 def test_a_jitted_loss_that_was_called_outside_before(way):
     """Lie: what JAX keeps of the first call is the towers' own quotient."""
     jitted = jax.jit(masked)
@@ -101,7 +101,7 @@ def test_a_jitted_loss_that_was_called_outside_before(way):
     assert_close(jitted(PARAMS, batch), outside)
 
 
-@every_way
+@fast_every_day
 def test_inside_other_transformations(way):
     batch = batch_of(13)
     devices = 5 if "uneven" in way else 2  # equally many towers each: a program for all devices
@@ -147,7 +147,7 @@ def test_losses_of_rows_are_added_as_their_mean(way, num_rows):
     assert_close(((value, aux["both"]), gradients), expected)
 
 
-@every_way
+@fast_every_day
 def test_a_backward_rule_that_is_not_linear(way):
     @jax.custom_vjp
     def clipped(x):
@@ -203,14 +203,21 @@ def test_in_aux(way, num_rows):
     np.testing.assert_allclose(aux["row"], wrong[:, 0], rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[pytest.mark.slow] if "same" in way else []) for way in WAYS]
-)
+@fast_every_day
 def test_a_weight_that_depends_on_the_parameters_is_refused(way):
     def loss(params, batch):
         soft = jax.nn.sigmoid(batch["x"] @ params["w"])
         return mt.ratio(token_losses(params, batch) * soft, soft)
 
+    for fun in (loss, jax.jit(loss)):
+        with pytest.raises(mt.OutputError, match=r"depends on the parameters.*all_rows\(weight\)"):
+            mt.value_and_grad(fun, **WAYS[way])(PARAMS, batch_of(13))
+
+
+@fast_every_day
+@pytest.mark.parametrize("kind", ["held", pytest.param("chosen", marks=pytest.mark.slow)])
+def test_a_weight_that_moves_with_no_parameter_is_taken(way, kind):
+    # The lie: it is computed from parameters, so it depends on them.
     def held(params, batch):
         soft = jax.lax.stop_gradient(jax.nn.sigmoid(batch["x"] @ params["w"]))
         return mt.ratio(token_losses(params, batch) * soft, soft)
@@ -220,13 +227,10 @@ def test_a_weight_that_depends_on_the_parameters_is_refused(way):
         return mt.ratio(token_losses(params, batch) * sure, sure)
 
     batch = batch_of(13)
-    for fun in (loss, jax.jit(loss)):
-        with pytest.raises(mt.OutputError, match=r"depends on the parameters.*all_rows\(weight\)"):
-            mt.value_and_grad(fun, **WAYS[way])(PARAMS, batch)
-    for fun, others in ((held, [held]), (chosen, [chosen, jax.jit(chosen)])):
-        expected = jax.jit(jax.value_and_grad(fun))(PARAMS, batch)
-        for one in others:
-            assert_close(mt.value_and_grad(one, **WAYS[way])(PARAMS, batch), expected)
+    fun, *others = {"held": [held], "chosen": [chosen, jax.jit(chosen)]}[kind]
+    expected = jax.jit(jax.value_and_grad(fun))(PARAMS, batch)
+    for one in (fun, *others):
+        assert_close(mt.value_and_grad(one, **WAYS[way])(PARAMS, batch), expected)
 
 
 def test_other_uses_are_refused_in_words():
@@ -283,6 +287,7 @@ def test_a_ratio_may_be_passed_through_trees_and_calls():
     assert_close((value, gradients), (2 * expected, of_one))
 
 
+@pytest.mark.slow
 def test_narrow_numbers_are_added_one_after_the_other_as_on_one_device():
     """Lie: 256 + 1 is 256 in bfloat16, if they are added to each other first."""
 
@@ -383,7 +388,7 @@ def test_a_sum_over_all_rows(way, num_rows):
     assert_close(mt.grad(row_losses, **options)(PARAMS, batch), expected[1])
 
 
-@every_way
+@fast_every_day
 def test_a_scalar_that_is_a_sum(way):
     summed = lambda p, b: row_losses(p, b).sum()
     options = {**WAYS[way], "reduction": "sum"}

@@ -80,6 +80,7 @@ mt.configure(onednn=True)
 """
 
 
+@pytest.mark.slow
 def test_onednn_is_asked_for_once_and_said_where_it_does_nothing():
     run_fork("-c", ONEDNN)
 
@@ -93,6 +94,7 @@ def test_configure_wins_over_a_device_count_in_the_environment():
     assert out == f"{CPU_THREADS} --xla_cpu_enable_fast_math=false\n"
 
 
+@pytest.mark.slow
 def test_gpu_settings_reach_jax_before_it_starts():
     program = """
 import os

@@ -108,7 +108,7 @@ def times_all(x, held):
     return x * held.table[0] * held.scale.get("all", 1.0)
 
 
-@pytest.mark.parametrize("make", [np.array, jnp.array, list])
+@pytest.mark.parametrize("make", [pytest.param(np.array, marks=pytest.mark.slow), jnp.array, list])
 def test_what_the_equality_of_a_value_leaves_out(make):
     """Lies: the array of another value; a dict as it was before it changed."""
 
@@ -160,6 +160,7 @@ def test_a_number_that_a_device_has_no_room_for(held, used):
     assert_as_jax(lambda w, x: w * x * used(held))
 
 
+@pytest.mark.slow
 def test_a_float_that_is_asked_for_its_type():
     scale = 0.5
     assert_as_jax(lambda w, x: w * x * (scale if isinstance(scale, float) else 100.0))

@@ -92,7 +92,7 @@ def test_a_number_beside_arrays_is_data_in_a_record_and_a_setting_elsewhere():
     ("make_key", "towers"),
     [
         (jax.random.key, 4),
-        (jax.random.PRNGKey, None),
+        pytest.param(jax.random.PRNGKey, None, marks=pytest.mark.slow),
         pytest.param(jax.random.key, None, marks=pytest.mark.slow),
         pytest.param(jax.random.PRNGKey, 4, marks=pytest.mark.slow),
     ],
@@ -173,6 +173,7 @@ def test_a_function_that_wraps_another_one_keeps_its_name_and_signature():
         assert mt.value_and_grad(named(name), devices=2)(1.0, X)[0] == value
 
 
+@pytest.mark.slow
 def test_a_function_that_closes_over_itself_has_the_new_contents():
     """Lie: the first call has the new ones, and the calls inside of it those of before."""
     weight = jnp.float32(1)

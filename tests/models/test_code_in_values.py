@@ -134,6 +134,7 @@ of_act = lambda held, x: held.act(x)
 of_module = lambda held, x: held(x)
 of_linen = lambda held, x: held.apply({}, x)
 of_state = lambda held, x: held.apply_fn({}, x)
+TOO = ("config in NNX", "Equinox's checkpoint", "Linen's remat")  # found as others are
 HELD = {
     "function": (act, of_module),
     "partial": (functools.partial(act), of_module),
@@ -205,7 +206,10 @@ def in_parallel(own):
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        *((name, of_a_global) for name in HELD),
+        *(
+            pytest.param(name, of_a_global, marks=[pytest.mark.slow] if name in TOO else [])
+            for name in HELD
+        ),
         *(pytest.param(name, closed_over, marks=pytest.mark.slow) for name in HELD),
         *((name, an_argument) for name in ARGUMENTS),
         *((name, way) for name in ("Linen", "train state") for way in (of_a_default, in_parallel)),

@@ -416,6 +416,7 @@ def line_losses(model, x):
     return (jax.vmap(model)(x) - x.sum(-1)) ** 2
 
 
+@pytest.mark.slow
 def test_a_branch_that_any_row_needs_mixes_no_rows():
     # The lie: Diffrax with adaptive steps "brings rows together".
     def of_row(w, x):

@@ -147,7 +147,12 @@ def test_law_l6_every_tower_has_its_own_mask():
 
 @pytest.mark.parametrize(
     "argnums",
-    [0, (1, 0), nnx.DiffState(0, nnx.PathContains("kernel")), nnx.DiffState(0, ...)],
+    [
+        pytest.param(0, marks=pytest.mark.slow),
+        (1, 0),
+        nnx.DiffState(0, nnx.PathContains("kernel")),
+        pytest.param(nnx.DiffState(0, ...), marks=pytest.mark.slow),
+    ],
     ids=["0", "1,0", "kernel", "all"],
 )
 def test_law_l2_gradients_are_what_nnx_gives(argnums):
@@ -423,6 +428,7 @@ def test_model_state_next_to_a_module():
             step.init(module, model_state={"a": 1.0})
 
 
+@pytest.mark.slow
 def test_a_module_in_an_object_that_the_loss_uses_may_change():
     """Lie: a target network that an agent keeps, `self.target`, stays that of the first call."""
 

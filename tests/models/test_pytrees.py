@@ -161,7 +161,7 @@ def test_state_of_a_ragged_batch(towers):
     np.testing.assert_allclose(state["seen"], (1 * 2 + 1 * 2 + 5 * 1) / 5, rtol=1e-6)
 
 
-@pytest.mark.parametrize("towers", [None, 4])
+@pytest.mark.parametrize("towers", [pytest.param(None, marks=pytest.mark.slow), 4])
 def test_state_of_rows_with_another_number_of_features(towers):
     """Lie: a state that is weighted by something else than the rows of a tower."""
 
@@ -190,6 +190,7 @@ assert not loaded, loaded
 """
 
 
+@pytest.mark.slow
 def test_no_framework_is_imported():
     """Lie: who has JAX alone pays for the others, or cannot import it at all."""
     run_python("-c", NOTHING)

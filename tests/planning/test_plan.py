@@ -178,7 +178,7 @@ def test_bytes_sent_are_those_of_a_ring(devices):
     ("num_rows", "loss", "refused"),
     [
         (30, lambda w, x: jnp.mean((x @ w) ** 2), True),
-        (30, lambda w, x: (x @ w) ** 2, False),
+        pytest.param(30, lambda w, x: (x @ w) ** 2, False, marks=pytest.mark.slow, id="rows"),
         pytest.param(
             32, lambda w, x: jnp.mean((x @ w) ** 2), False, marks=pytest.mark.slow, id="fill"
         ),
@@ -254,6 +254,7 @@ def test_amounts_of_memory(text, expected):
     assert memory_in_bytes(text) == expected
 
 
+@pytest.mark.slow
 def test_a_program_without_parameters_has_no_blocks():
     found = mt.plan(lambda w, x: x**2, optax.sgd(0.1), {}, shape(8), devices=2, towers=4)
     assert "towers=4" in str(found)
@@ -348,6 +349,7 @@ def apart(**options):
     return mt.plan(losses, optax.adam(1e-3), params, batch, **{"devices": 2, **options})
 
 
+@pytest.mark.slow
 def test_local_updates_by_hand():
     """Lie: one inner optimizer state a device, or a meeting's bytes in every step."""
     size = 4 * (1000**2 + 1000)
@@ -383,6 +385,7 @@ def test_asynchronous_updates_by_hand():
     assert "updates='asynchronous'" in str(plan)
 
 
+@pytest.mark.slow
 def test_what_towers_apart_cannot_be_planned_for():
     for options, said in (
         ({"updates": "asynchronous", "machines": 2}, "the devices of one machine"),

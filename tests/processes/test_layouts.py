@@ -30,13 +30,13 @@ QUICKLY = {"timeout_s": 400, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", **compiling_
 
 
 # Every day those whose lies are the nearest; what they share is compiled once. The others' steps
-# and functions are among these, too, but for arrays of all processes.
-EVERYDAY = ("same_bits", "some_functions", "own_rows", "texts", "unlike")
-ONLY_TOGETHER = {"texts", "unlike"}
+# and functions are among these, too, but for arrays of all processes, and what is refused.
+EVERYDAY = ("same_bits", "some_functions", "own_rows", "texts")
 OTHERS = (
     "fast", "functions", "global_arrays",
-    "meeting", "local", "stages", "sharded", "shards", "negative_zeros",
+    "meeting", "local", "stages", "sharded", "shards", "negative_zeros", "unlike",
 )  # fmt: skip
+ONLY_TOGETHER = {"texts", "unlike"}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,8 @@ def others_on_two_processes():
 
 @pytest.fixture(scope="module")
 def others_alone():
-    return json.loads(run_fork(PROGRAM, "0", "1", "0", "2", *OTHERS, **QUICKLY))
+    whats = [what for what in OTHERS if what not in ONLY_TOGETHER]
+    return json.loads(run_fork(PROGRAM, "0", "1", "0", "2", *whats, **QUICKLY))
 
 
 def test_law_l3_same_bits_on_two_processes(on_two_processes, alone):
@@ -117,13 +118,14 @@ def test_arrays_of_all_processes_are_arguments(others_on_two_processes, others_a
         np.testing.assert_allclose(value, expected[name], rtol=1e-6, err_msg=name)
 
 
-def test_what_processes_do_not_pass_alike_is_told(on_two_processes):
+@pytest.mark.slow
+def test_what_processes_do_not_pass_alike_is_told(others_on_two_processes):
     """Lies: rows that nobody trains on, as with a DistributedSampler; two models in one run.
 
     And a hang: a process that makes more steps, in a call or in all, or that scores more rows than
     another, waits for it.
     """
-    found = on_two_processes["unlike"]
+    found = others_on_two_processes["unlike"]
     for said in found["batches of a call"]:  # in each process
         assert "4 towers; 3 batches of 24, 24, 24 rows, and process 1 " in said
         assert "4 towers; 2 batches of 24, 24 rows. All processes make the same calls" in said

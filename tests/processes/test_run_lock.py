@@ -28,7 +28,7 @@ def test_two_runs_cannot_train_in_one_directory(tmp_path):
     with (
         held_run_directory(tmp_path),
         pytest.raises(mt.RunError, match=f"another run trains .* .process {os.getpid()} on"),
-        held_run_directory(tmp_path, wait_s=0.3),
+        held_run_directory(tmp_path, wait_s=0.1),
     ):
         pass
     with held_run_directory(tmp_path):
@@ -47,7 +47,7 @@ def test_a_run_waits_for_the_end_of_the_one_before(tmp_path):
     thread = threading.Thread(target=before)
     thread.start()
     assert begun.wait(30)
-    threading.Timer(0.5, ended.set).start()
+    threading.Timer(0.1, ended.set).start()
     with held_run_directory(tmp_path, wait_s=30):
         assert ended.is_set()
     thread.join()

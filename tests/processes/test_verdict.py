@@ -98,12 +98,14 @@ def test_noise_that_comes_in_pieces():
     assert "after\n" in shown
 
 
+@pytest.mark.slow
 def test_the_names_of_very_many_hosts():
     """Lie: a relay that ends at half a message, and with it the process that writes next."""
     shown = run("verdict.tell_hosts(0, ['h' * 60, 'bert'] + 2000 * ['c' * 60])")
     assert "missing: process 1 on bert. It was killed" in shown
 
 
+@pytest.mark.slow
 def test_a_child_that_holds_on_to_stderr_does_not_keep_the_verdict_waiting():
     # For longer than `run` waits: else a verdict that comes after the child would do, too.
     shown = run("subprocess.Popen(['sleep', '75'], stdout=subprocess.DEVNULL)")

@@ -158,6 +158,7 @@ def test_operations_that_cannot_be_counted(program, monkeypatch):
     assert row == "| LeNet-5 | fast | 1.000 |  |  | 8,000 images/s | unknown |"
 
 
+@pytest.mark.slow
 def test_a_slow_contender_is_left_out(program):
     """Lie: a step that takes minutes eats the time of all others."""
     steps, models = program("gpu_steps"), program("gpu_models")
@@ -208,6 +209,7 @@ def test_plain_steps_are_compared_over_processes(program):
     assert found.endswith("| differs |")
 
 
+@pytest.mark.slow
 def test_an_option_that_jax_does_not_know(program, monkeypatch, capsys):
     """Lie: the table ends where a JAX has no such option."""
     scatter = program("gpu_scatter")

@@ -92,7 +92,7 @@ IMPORT = """
 import sys
 import jax, numpy
 before = set(sys.modules)
-import multitower
+import multitower as mt
 new = set(sys.modules) - before
 known = {"multitower", "jax", "jaxlib", "numpy"} | sys.stdlib_module_names
 others = {name.partition(".")[0] for name in new} - known
@@ -101,6 +101,8 @@ readers = {"multitower.checks.reading", "multitower.trials.verdict"}
 late = {*readers, "multitower.cli.main"} & new
 assert not late, late
 print(len(new))
+mt.make_parallel(lambda x: x)
+mt.grad(lambda w, x: w * x)
 jax.config.update("jax_num_cpu_devices", 3)  # JAX refuses this once its backends run
 assert len(jax.devices()) == 3
 """
@@ -112,6 +114,7 @@ def test_import_is_quick_and_starts_nothing():
     assert num_modules < 160  # what takes the time, and unlike time the same on a busy machine
 
 
+@pytest.mark.slow
 def test_making_a_parallel_function_starts_nothing():
     program = """
 import multitower as mt

@@ -172,18 +172,19 @@ def test_a_call_that_needs_values_inside_jit(name):
 
 @pytest.mark.parametrize("towers", [None, 2])
 def test_a_state_is_made_inside_jit(towers):
-    step = mt.train_step(loss, optax.adam(0.1), devices=2, towers=towers)
+    step = mt.train_step(loss, optax.sgd(0.1, momentum=0.9), devices=2, towers=towers)
     made = step(jax.jit(step.init)(np.float32(1)), X)
     assert mt.fingerprint(made) == mt.fingerprint(step(step.init(np.float32(1)), X))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [  # every operation is a program there, on every device
         "make_parallel",
-        pytest.param("train_step", marks=pytest.mark.slow),
-        pytest.param("grad", marks=pytest.mark.slow),
-        pytest.param("evaluate", marks=pytest.mark.slow),
+        "train_step",
+        "grad",
+        "evaluate",
     ],
 )
 def test_disable_jit(name):
@@ -339,6 +340,7 @@ def test_a_transfer_guard_and_steps(more):
     assert metrics["loss"].shape == (1,)
 
 
+@pytest.mark.slow
 def test_a_transfer_guard_and_stages():
     two = lambda w, x: loss(w[1], loss(w[0], x))
     step = mt.train_step(two, optax.sgd(0.1), devices=2, towers=2, stages=2)
@@ -484,6 +486,7 @@ def test_a_reference_inside_a_loss(options):
     np.testing.assert_allclose(state.params, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_reference_is_not_cut():
     """Lie: parameters without what was written into them; a page of JAX's words."""
     told = r"a jax.new_ref is used.*x = x\.at\[i\]"

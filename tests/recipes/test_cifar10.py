@@ -31,6 +31,7 @@ def test_the_classic_rate_dies_out():
     np.testing.assert_allclose([rate(10_000), rate(100_000)], [2.08e-4, 1.5e-10], rtol=0.02)
 
 
+@pytest.mark.slow
 def test_the_optimizer_is_adam_with_that_rate():
     optimizer = cifar10.make_recipe(cifar10.Options(lr_decay=0.5)).make_optimizer(
         9, steps_per_epoch=1.0

@@ -73,6 +73,7 @@ def test_draws_do_not_hang_together(many_draws):
     assert np.abs(table - np.eye(5)).max() < 0.03
 
 
+@pytest.mark.slow
 def test_images_come_out_standardised():
     for x in (distort(IMAGES, KEYS), distortions.central(jnp.asarray(IMAGES))):
         np.testing.assert_allclose(np.mean(x, axis=(1, 2, 3)), 0, atol=1e-5)
@@ -108,6 +109,7 @@ def test_towers_and_devices_do_not_matter(devices, towers):
     np.testing.assert_allclose(found, distort(IMAGES, KEYS), atol=2e-5)
 
 
+@pytest.mark.slow
 def test_an_augmented_loss_sees_each_example_with_its_own_key():
     data = {"image": IMAGES}
     seen = {}

@@ -176,6 +176,7 @@ def test_the_coldest_text_is_the_most_probable_byte_each_time(params):
     assert found == "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
+@pytest.mark.slow
 def test_draws_follow_the_scores_divided_by_the_temperature(params):
     # As many bytes as below: the same program.
     write = lambda seed: MICRO.generate(params, "a", num_bytes=5, temperature=0.03, seed=seed)

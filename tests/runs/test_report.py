@@ -172,6 +172,7 @@ def test_a_path_that_is_no_text_does_not_cost_the_report(tmp_path):
     assert "\\udcff.py" in make_page(tmp_path, config=config)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_written_leaves_the_old_report_alone(tmp_path, monkeypatch):
     # The lie: half a page, where there was a whole one.
     old = make_page(tmp_path, three_lines())
@@ -373,6 +374,7 @@ def test_every_point_of_a_short_run_is_drawn():
         assert [(y - up["0"]) / height for _, y in line] == pytest.approx(range(1, 241), abs=0.1)
 
 
+@pytest.mark.slow
 def test_the_pointer_finds_every_point_once(tmp_path):
     # The lie: a tooltip that lacks its point, or has its neighbour's.
     train = [line(s, loss=float(s)) for s in range(1, 1001)]
@@ -446,6 +448,7 @@ def test_the_few_points_of_the_test_phase_are_drawn_over_the_training(tmp_path):
     assert page.index('class="line train"') < page.index('class="line test"')
 
 
+@pytest.mark.slow
 def test_the_loss_comes_first_and_every_metric_has_a_chart():
     one = {"train": thin([(1, 0.5), (2, 0.25)])}
     html = draw_charts({"loss": one, "top_5_accuracy": one, "examples_per_s": one})

@@ -178,6 +178,7 @@ def test_another_seed_is_another_run():
     assert len({result["fingerprint"] for result in results}) == 3
 
 
+@pytest.mark.slow
 def test_every_step_is_reported_once_and_in_order():
     seen = []
     run(LINE, RunOptions(devices=2, steps=4), seen.append)
@@ -222,6 +223,7 @@ def test_another_compute_dtype_is_refused():
         RunOptions(compute_dtype="int8")
 
 
+@pytest.mark.slow
 def test_one_step_has_no_rate():
     # The lie: a rate that is mostly the compiler's time.
     assert run(LINE, RunOptions(devices=1, steps=1))["examples_per_s"] is None
@@ -321,6 +323,7 @@ def test_metrics_that_fail_are_told_before_the_run(tmp_path):
         RecipeJob.of(other, options, tmp_path).check_scores()
 
 
+@pytest.mark.slow
 def test_a_score_with_several_numbers_is_no_error_at_the_end(tmp_path):
     # The lie: a run that has made all of its steps, and has no result.
     pair = lambda params, batch: {**metrics(params, batch), "pair": batch["x"][:, :2]}
@@ -332,6 +335,7 @@ def test_a_score_with_several_numbers_is_no_error_at_the_end(tmp_path):
     np.testing.assert_allclose(found, load().test["x"][:, :2].mean(0), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_recipe_that_changes_the_working_directory(tmp_path, monkeypatch):
     """Lie: a run in two directories, of which neither can be resumed."""
     monkeypatch.chdir(tmp_path)
@@ -493,6 +497,7 @@ def test_a_run_that_diverges_stops_and_says_where_or_skips_steps():
     assert [now.metrics["skipped"] for now in seen].count(1) >= 1
 
 
+@pytest.mark.slow
 def test_a_resume_without_a_profile_tells_of_none(tmp_path):
     """Lie: "the profile of steps None", since the run before it had one."""
     (tmp_path / "profile").mkdir()

@@ -333,6 +333,7 @@ def test_weak_scaling_gives_each_device_as_much(monkeypatch):
     assert order == [2, 4, 4, 2]  # neither is always the first
 
 
+@pytest.mark.slow
 def test_another_loss_curve_is_code_1(monkeypatch, tmp_path, capsys):
     """Lie: a speed-up by leaving rows out."""
     feed = step_runner.Feeder.feed
@@ -491,6 +492,7 @@ def test_an_allocators_peak_is_ours_or_not_known():
     assert (silent.source, silent.largest_bytes()) == (None, None)
 
 
+@pytest.mark.slow
 def test_a_training_that_fails_is_no_measurement():
     broken = replace(RECIPE, loss=lambda params, batch: RECIPE.loss(params, batch)[0] * jnp.inf)
     with pytest.raises(mt.NonFiniteError, match="step 1: the loss is inf"):

@@ -25,7 +25,7 @@ def batches(first):
 def make_trainer(num_devices, **options):
     return mt.Trainer(
         losses,
-        optax.adam(0.01),
+        optax.sgd(lambda count: 0.01, momentum=0.9),  # its state has momenta and a count
         towers=4,
         devices=num_devices,
         global_batch=32,

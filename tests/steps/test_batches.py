@@ -11,6 +11,7 @@ from linear_steps import (
     RAGGED,
     batch_of,
     both_ways,
+    fast_every_day,
     losses,
     params_of,
     same_bits_every_day,
@@ -21,7 +22,7 @@ from tower_keys import tower_key
 from trees import Pair, assert_close
 
 
-@both_ways
+@same_bits_every_day
 def test_what_is_given_to_init_is_never_overwritten(towers):
     """Lie: the first step deletes the user's own parameters."""
     momentum = optax.sgd(0.1, momentum=0.9)
@@ -55,7 +56,7 @@ def test_trap_a_batch_that_changes_after_shard(towers):
     np.testing.assert_array_equal(np.asarray(placed["x"]), expected)
 
 
-@both_ways
+@same_bits_every_day
 def test_trap_a_host_batch_that_changes_right_after_the_step(towers):
     """Steps are asynchronous; a loader that reuses its buffer would corrupt them."""
     step = mt.train_step(losses, optax.sgd(0.01), **where(towers))
@@ -87,7 +88,7 @@ def test_sharded_batches_give_the_same_as_host_batches(towers):
     assert run(lambda batch: next(ready)) == plain
 
 
-@both_ways
+@fast_every_day
 def test_dataclasses_that_check_their_arrays(towers):
     """Lie: kinds of leaves, or shardings, are put where a user's class expects arrays."""
 
@@ -103,7 +104,8 @@ def test_dataclasses_that_check_their_arrays(towers):
     assert_close((metrics["loss"], state.model_state.x), ((rows**2).mean(), 1 + rows.mean()))
 
 
-@pytest.mark.parametrize("towers", [pytest.param(None, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("towers", [None, 4])
 def test_rows_of_typed_keys(towers):
     """Also when they were cut for other devices."""
 

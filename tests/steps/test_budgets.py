@@ -234,7 +234,7 @@ class Counter:
 @pytest.mark.parametrize(
     ("devices", "towers", "expected"),
     [
-        (1, 4, {"tower": 4, "add_sums": 3, "finish": 1}),
+        pytest.param(1, 4, {"tower": 4, "add_sums": 3, "finish": 1}, marks=pytest.mark.slow),
         # One of two devices adds the sums of both.
         (2, 4, {"tower": 4, "add_sums": 3, "finish": 2}),
         (3, 3, {"tower": 3, "finish": 3, "reduce": 1}),

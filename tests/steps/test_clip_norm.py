@@ -20,6 +20,14 @@ WAYS = {
     "shard_update": {"devices": 2, "towers": 4, "shard_update": True},
 }
 # Blocks of the update, which compile most, are held against NumPy every day, below.
+fast_every_day = pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, marks=[] if way == "fast" else [pytest.mark.slow])
+        for way, options in WAYS.items()
+    ],
+    ids=WAYS,
+)
 fast_and_same_bits = pytest.mark.parametrize(
     "options",
     [
@@ -65,14 +73,7 @@ def numpy_sgd(limit, batches=BATCHES):
 
 
 # A trainer's towers are held against the same, below.
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(options, marks=[pytest.mark.slow] if way == "same bits" else [])
-        for way, options in WAYS.items()
-    ],
-    ids=WAYS,
-)
+@fast_every_day
 def test_it_is_the_norm_of_the_mean_gradient_over_all_leaves(options):
     state, _ = train(LIMIT, options)
     w, b, bitten = numpy_sgd(LIMIT)
@@ -161,7 +162,7 @@ def test_with_skip_nonfinite(options):
     assert metrics["skipped"] == 0
 
 
-@fast_and_same_bits
+@fast_every_day
 def test_what_is_not_finite_is_not_hidden(options):
     """Lie: a norm of infinity makes every gradient zero, and the run looks fine."""
     bad = BATCHES[0].copy()
@@ -178,7 +179,7 @@ def test_a_norm_of_zero_is_no_division_by_zero(options):
     np.testing.assert_array_equal(state.params["w"], np.ones(5))
 
 
-@fast_and_same_bits
+@fast_every_day
 def test_complex_parameters(options):
     """Lie: a move of the right length in another direction, as by a norm of the real part."""
     first, rows = np.complex64(3 + 4j), np.linspace(-1, 2, 12, dtype=np.float32)
@@ -206,6 +207,7 @@ def test_the_norm_and_the_decay_may_be_arrays_of_one_number(as_array):
     np.testing.assert_allclose(found[0].ema_params, 1 - 0.1 * 2.25 / 2, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_trainer_clips_too():
     def batches(first):
         return iter(BATCHES[first:])

@@ -105,6 +105,7 @@ def test_one_number_a_row_is_not_rounded_in_a_column_either():
     assert float(metrics["loss"]) == 1001**2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*with statistics of their own tower.s rows")
 def test_an_nnx_module_computes_in_bfloat16():
     nnx = pytest.importorskip("flax.nnx")
@@ -150,13 +151,14 @@ def test_a_resume_keeps_it(tmp_path):
     assert fit(2, compute_dtype=jnp.bfloat16).step == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
         {"compute_dtype": jnp.bfloat16, "clip_norm": 1.0},
-        pytest.param({"compute_dtype": jnp.float16, "towers": 2}, marks=pytest.mark.slow),
+        {"compute_dtype": jnp.float16, "towers": 2},
         *(
-            pytest.param({"towers": 2, **options}, marks=pytest.mark.slow)
+            {"towers": 2, **options}
             for options in (
                 {"shard_update": True, "clip_norm": 1.0},
                 {"stages": 2, "clip_norm": 1.0},
@@ -183,6 +185,7 @@ def test_dtypes_of_ours_fit_a_program_that_promotes_none(options):
     np.testing.assert_allclose(metrics["loss"], jax.jit(loss)(params, BATCHES[0]), rtol=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [None, 2])
 def test_32_bits_fit_a_program_of_64_that_promotes_none(towers):
     """Lie: counts of rows have 64 bits, and `jax_numpy_dtype_promotion="strict"` fails on them."""

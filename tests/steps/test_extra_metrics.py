@@ -75,7 +75,7 @@ def numpy_norms(limit):
         ("towers", LIMIT),
         pytest.param("same bits", LIMIT, marks=pytest.mark.slow),
         pytest.param("blocks", None, marks=pytest.mark.slow),
-        ("shards", LIMIT),
+        pytest.param("shards", LIMIT, marks=pytest.mark.slow),
         pytest.param("stages", None, marks=pytest.mark.slow),
         pytest.param("a call for all", LIMIT, marks=pytest.mark.slow),
         pytest.param("same bits", None, marks=pytest.mark.slow),
@@ -135,6 +135,7 @@ def test_the_rate_of_an_update_that_is_not_made_is_the_one_that_was_tried(how):
     assert rates == [0.5, 0.25, 0.25]
 
 
+@pytest.mark.slow
 def test_the_metrics_reach_the_hooks_of_a_trainer():
     told = []
     trainer = mt.Trainer(

@@ -155,6 +155,7 @@ def test_a_meeting_in_every_step_is_synchronous_training(reduction, source):
     assert_close(outcomes[1], outcomes[0])
 
 
+@pytest.mark.slow
 def test_a_ratio_is_the_towers_own():
     # The lie: weights of all towers, which nobody has sent.
     def loss(w, batch):
@@ -173,6 +174,7 @@ def test_a_ratio_is_the_towers_own():
     assert metrics["tower_losses"].tolist() == pytest.approx([0, float((before * x[2]).sum())])
 
 
+@pytest.mark.slow
 def test_a_penalty_beside_a_ratio_is_whole_in_every_tower():
     # The lie: each of the towers has its share of the penalty, and makes an update with that.
     def loss(w, x):
@@ -200,6 +202,7 @@ def test_states_of_inner_optimizers_are_kept_or_averaged():
     assert averaged.count.tolist() == kept.count.tolist() == [2, 2]
 
 
+@pytest.mark.slow
 def test_a_meeting_leaves_every_tower_its_own_counts():
     # The lie: all towers go on with tower 0's, so that a schedule falls for updates that a tower
     # has not made, or not for those that it has.
@@ -269,6 +272,7 @@ def test_it_can_be_verified_as_any_step():
     )
 
 
+@pytest.mark.slow
 def test_metrics_are_added_along_the_tree():
     # The lie: another order of towers, which float32 tells: (1e8 + 1) - 1e8 is 0.
     step = make(loss=lambda w, x: x + 0 * w, towers=3)
@@ -276,6 +280,7 @@ def test_metrics_are_added_along_the_tree():
     assert float(metrics["loss"]) == np.float32(1) / np.float32(3)
 
 
+@pytest.mark.slow
 def test_without_towers_there_is_one_for_each_device():
     found = []
     for towers in (None, 2):
@@ -319,6 +324,7 @@ def test_a_tower_alone_has_a_state_of_its_own():
         own.params["w"][0] = 0  # it would be lost
 
 
+@pytest.mark.slow
 def test_every_tower_has_memory_of_its_own():
     step = make(towers=4, devices=1)
     state = step.init({"w": np.ones(300, np.float32), "b": np.float32(0)})
@@ -357,6 +363,7 @@ def test_what_is_not_finite_stays_in_its_tower():
     assert_close(flat(state.local.params), np.stack([flat(state.params)] * 2))
 
 
+@pytest.mark.slow
 def test_a_tower_without_rows_skips_no_step():
     """Lie: copies of a bad row, which only fill that tower up, count as a step of its own."""
     bad = batch(1, 3)
@@ -379,6 +386,7 @@ def test_models_of_other_shapes_meet_in_turn():
         assert_close(state.params, w - 0.1 * 2 * errors @ x[:, :size] / len(x))
 
 
+@pytest.mark.slow
 def test_a_key_that_a_loss_leaves_as_it_is_stays_as_it_was():
     """Lie: the key that a tower draws with, its own, is the next step's key of all towers."""
 
@@ -392,6 +400,7 @@ def test_a_key_that_a_loss_leaves_as_it_is_stays_as_it_was():
     np.testing.assert_array_equal(kept, [jax.random.key_data(key)] * 2)
 
 
+@pytest.mark.slow
 def test_what_is_written_into_a_state_is_used():
     hyper = optax.inject_hyperparams(optax.sgd)
     optimizers = {
@@ -489,6 +498,7 @@ def test_parameters_that_are_changed_inside_jit_reach_every_tower(is_written):
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_a_state_goes_on_elsewhere():
     rows = [batch(number, 12) for number in range(7)]
     on_one, on_two = (

@@ -128,10 +128,12 @@ def test_same_bits_on_any_number_of_devices_and_those_of_a_replay(counts):
     assert len(prints) == 1
 
 
+@pytest.mark.slow
 def test_fast_steps_and_a_ratio():
     check(*train(ratio_losses, devices=2), 2)
 
 
+@pytest.mark.slow
 def test_the_scale_stays_out_of_a_sum():
     step = mt.train_step(
         losses, optax.sgd(1.0), compute_dtype="float16", reduction="sum", devices=1, towers=2
@@ -197,6 +199,7 @@ def test_a_run_goes_on_after_an_overflow_and_resumes_with_its_scale(tmp_path):
         other.fit(PARAMS, batches, steps=5, resume=True)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_no_scale_mends_ends_the_run():
     # The lie: a run that skips every step until it is done.
     def loss(params, batch):
@@ -207,6 +210,7 @@ def test_a_gradient_that_no_scale_mends_ends_the_run():
         trainer_of(loss, devices=1).fit(PARAMS, lambda first: itertools.repeat(GOOD), steps=30)
 
 
+@pytest.mark.slow
 def test_states_of_other_steps():
     narrow = mt.train_step(losses, optax.sgd(LR), compute_dtype=jnp.float16, devices=1)
     plain = mt.train_step(losses, optax.sgd(LR), devices=1)

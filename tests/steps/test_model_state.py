@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import multitower as mt
-from linear_steps import batch_of, both_ways, losses, params_of, same_bits_every_day, where
+from linear_steps import batch_of, losses, params_of, same_bits_every_day, where
 from trees import assert_close
 
 
@@ -62,7 +62,7 @@ def test_model_state_is_averaged_or_taken_from_the_first_tower(source, towers):
     assert state.model_state["key"] == jax.random.fold_in(jax.random.fold_in(key, 1), 1)
 
 
-@pytest.mark.parametrize("towers", [4, None])
+@same_bits_every_day
 def test_metrics_of_parameters_alone_hold_in_any_batch(towers):
     """Lie: a batch that does not fill the towers is refused, or makes 3 a mean over empty ones."""
 
@@ -92,7 +92,7 @@ def test_model_state_that_a_loss_returns_may_be_a_number():
 
 @pytest.mark.filterwarnings("ignore:model_state.* holds rows")  # one, to tell towers
 @pytest.mark.filterwarnings("ignore:the batch has 5 rows")  # the third tower is partly full
-@both_ways
+@same_bits_every_day
 def test_trap_an_empty_tower_turns_the_loss_to_nan(towers):
     """tensorflow#41657; here it even returns NaN as its statistics."""
 

@@ -10,7 +10,7 @@ from linear_steps import both_ways, where
 from trees import assert_close
 
 
-@pytest.mark.parametrize("num_devices", [1, 3])
+@pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_nan_of_the_other_sign_ends_as_the_one_nan_in_metrics_and_state(num_devices):
     """The lie: the sign of a NaN, which follows the order of operands, passes for the same bits."""
     step = mt.train_step(

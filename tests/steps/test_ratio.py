@@ -162,6 +162,7 @@ def test_nothing_compiles_for_a_ragged_batch():
         assert len(traces) == before
 
 
+@pytest.mark.slow
 def test_the_losses_of_towers():
     step = mt.train_step(_masked, optax.sgd(0.1), devices=1, towers=4, diagnostics=True)
     _, metrics = step(step.init(PARAMS), BATCHES[0])
@@ -190,6 +191,7 @@ def test_a_summed_loss(options):
         np.testing.assert_allclose(state.params, w, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @fast_and_same_bits
 def test_a_scalar_that_is_a_sum(options):
     fun = lambda w, batch: ((batch["x"] @ w - 1) ** 2).sum()
@@ -226,7 +228,11 @@ def test_what_is_no_reduction_is_refused():
 
 @pytest.mark.parametrize(
     ("where", "global_batch"),
-    [({"devices": 2}, 1), ({"devices": 2}, 31), ({"devices": 1, "towers": 4}, 5)],
+    [
+        ({"devices": 2}, 1),
+        pytest.param({"devices": 2}, 31, marks=pytest.mark.slow),
+        ({"devices": 1, "towers": 4}, 5),
+    ],
     ids=str,
 )
 def test_an_evaluation_counts_every_token_once(where, global_batch):
@@ -275,6 +281,7 @@ def test_a_trainer_evaluates_ratios():
     assert found["loss"] == pytest.approx(float(_masked(PARAMS, BATCHES[1])), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_a_ratio_for_some_shapes_alone():
     """Lie: what was found for the first shapes holds for others."""
     loss = lambda w, x: mt.ratio(w * x, 2 * jnp.ones_like(x)) if x.ndim == 2 else w * x

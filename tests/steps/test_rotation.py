@@ -191,6 +191,7 @@ def test_law_l6_keys_in_the_model_state_differ_in_every_tower(make_key):
     )
 
 
+@pytest.mark.slow
 def test_every_update_draws_its_own_random_numbers():
     def loss(w, x, *, rng):
         return w * x.sum(1), {"drawn": jax.random.uniform(rng)}

@@ -128,6 +128,7 @@ def test_a_copied_state_is_that_of_its_own_shapes(options, how):
     np.testing.assert_allclose(found.params, w - 0.1 * gradient, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_parameters_of_another_shape_that_replace_others_are_cut_anew():
     """Lie: their blocks are those of the parameters that the state was made with."""
     loss = lambda w, x: (x[:, : len(w)] @ w - 1) ** 2
@@ -139,13 +140,10 @@ def test_parameters_of_another_shape_that_replace_others_are_cut_anew():
     np.testing.assert_allclose(state.params, w - 0.1 * gradient, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [
-        {"towers": 1},
-        pytest.param({"shard_params": True}, marks=pytest.mark.slow),
-        pytest.param({"towers": 1, "updates": "asynchronous"}, marks=pytest.mark.slow),
-    ],
+    [{"towers": 1}, {"shard_params": True}, {"towers": 1, "updates": "asynchronous"}],
     ids=str,
 )
 def test_model_states_of_other_kinds_take_turns(options):
@@ -165,7 +163,9 @@ def test_model_states_of_other_kinds_take_turns(options):
     ]
 
 
-@pytest.mark.parametrize("options", [{}, {"updates": "asynchronous"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"updates": "asynchronous"}, marks=pytest.mark.slow)], ids=str
+)
 def test_numbers_and_rows_of_other_dtypes_take_turns(options):
     """Lie: the program for the numbers or the rows of the batch that came first."""
     step, state = make(towers=1, devices=1, **options)
@@ -215,6 +215,7 @@ def test_a_kind_fills_the_towers_as_in_the_run_that_it_is_of():
     assert loss_after(4, 8) == loss_after(8) != loss_after(4)
 
 
+@pytest.mark.slow
 def test_programs_of_another_state_or_setting_are_not_those_of_the_first():
     # The lie: a state that a step has made has the shapes of all states that it makes.
     step, state = make(towers=1, devices=1)

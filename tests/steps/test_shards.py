@@ -238,6 +238,7 @@ def test_nothing_compiles_at_the_second_step(trained):
     assert not compiled
 
 
+@pytest.mark.slow
 def test_what_is_written_into_a_state_is_used(trained):
     # The lies: a change that is read back and ignored; one that puts a leaf whole everywhere.
     _, step, _, _, state, _ = trained
@@ -365,7 +366,10 @@ def test_parameters_in_parts_are_scored_in_parts(monkeypatch):
         spmd, "run", lambda *given, axes: ran.append(axes) or run(*given, axes=axes)
     )
     found = mt.evaluate(score, state.params, x, global_batch=2, devices=2)
-    assert found["score"] == pytest.approx(float(score(layers, x)["score"].mean()), rel=1e-5)
+    h = x.astype(float)
+    for w in layers:
+        h = np.tanh(h @ w)
+    assert found["score"] == pytest.approx((h**2).sum(1).mean(), rel=1e-5)
     infer = mt.make_parallel(lambda layers, x: x @ layers[0], in_axes=(None, 0), devices=2)
     np.testing.assert_allclose(infer(state.params, x), x @ layers[0], rtol=1e-4, atol=1e-5)
     assert len(ran) == 2  # one program each

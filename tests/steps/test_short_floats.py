@@ -11,6 +11,7 @@ from linear_steps import RAGGED, losses, params_of
 from multitower.steps.step import _widened
 
 
+@pytest.mark.slow
 def test_ema_of_16_bit_parameters_is_kept_in_32():
     step = mt.train_step(losses, optax.sgd(0.05), devices=1, towers=1, ema_decay=0.999)
     state = step.init(jax.tree.map(lambda p: np.asarray(p, jnp.bfloat16), params_of()))

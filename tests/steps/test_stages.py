@@ -138,9 +138,11 @@ def test_trap_a_resume_on_another_layout(tmp_path):
         ({"layout": (1, 4)}, ArgumentError, "use|Use"),
         ({"layout": (2, 2), "devices": 3}, DeviceError, "needs 4 devices, and there are 3"),
         ({"layout": (2, 1), "towers": 1}, DeviceError, "2 replicas, and towers=1"),
-        ({"optimizer": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), "stages": 2,
-          "devices": 2}, ArgumentError, r"of stages \[0, 1\].*clip_norm="),
-        ({"optimizer": optax.MultiSteps(optax.sgd(0.1), 2)}, ArgumentError, "more towers"),
+        pytest.param({"optimizer": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+                      "stages": 2, "devices": 2}, ArgumentError,
+                     r"of stages \[0, 1\].*clip_norm=", marks=pytest.mark.slow),
+        pytest.param({"optimizer": optax.MultiSteps(optax.sgd(0.1), 2)}, ArgumentError,
+                     "more towers", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_refused(options, error, match):

@@ -57,8 +57,12 @@ def plain_loop(model_name):
     else:
         model = MODELS["mlp"](np.random.default_rng(0))
         loss_fn = model.loss
-    schedule = optax.warmup_cosine_decay_schedule(0, 1e-2, 2, 4)
-    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(schedule))
+    # Every day an update of fewer kernels than Adam's.
+    rate = 1.0 if model_name == "mlp" else 1e-2
+    schedule = optax.warmup_cosine_decay_schedule(0, rate, 2, 4)
+    decayed = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(schedule, momentum=0.9))
+    last = decayed if model_name == "mlp" else optax.adamw(schedule)
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), last)
     batches = [model.batch(np.random.default_rng(s), n) for s, n in enumerate((8, 8, 5))]
 
     @jax.jit
@@ -84,7 +88,8 @@ def test_equals_a_plain_optax_loop(model_name, towers):
     step = mt.train_step(loss_fn, optimizer, **where(towers))
     state, history = train(step, step.init(first), batches)
     # Adam divides by the square root of squares: rounding near zero grows.
-    assert_close((state.params, history), (params, expected), rtol=1e-3, atol=1e-4)
+    near = {"rtol": 1e-5, "atol": 1e-6} if model_name == "mlp" else {"rtol": 1e-3, "atol": 1e-4}
+    assert_close((state.params, history), (params, expected), **near)
 
 
 @same_bits_every_day
@@ -123,7 +128,7 @@ def test_trap_a_second_compilation_on_step_two(towers):
     assert np.isfinite(float(metrics["loss"]))
 
 
-@both_ways
+@same_bits_every_day
 def test_trap_mean_of_means(towers):
     """transformers#34191; law L7 on ten rows for four towers of three."""
 
@@ -227,7 +232,7 @@ def test_trap_the_regulariser_counted_once_per_tower():
         assert_close(state.params["w"], 0 * params_of()["w"])
 
 
-@both_ways
+@fast_every_day
 def test_scalar_losses_of_full_batches(towers):
     """Lie: a scalar loss is another program than the same loss of each row, in NumPy here."""
     step = mt.train_step(lambda p, b: losses(p, b).mean(), optax.sgd(0.1), **where(towers))
@@ -276,6 +281,7 @@ def test_extra_args_reach_the_optimizer(towers):
     assert_close(state.opt_state[1].best_value, min(history))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_plain", [False, True])
 def test_extra_args_reach_an_optimizer_in_multi_steps(is_plain):
     """Lie: the loss is given to every optimizer that takes it."""

@@ -37,6 +37,7 @@ def test_a_run_without_hooks_is_shown(capfd, monkeypatch):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_the_reason_of_an_early_end_is_shown(capfd):
     trainer = make_trainer(early_stopping=mt.EarlyStopping("one", patience=1))
     rows = np.ones(2, np.float32)
@@ -48,6 +49,7 @@ def test_the_reason_of_an_early_end_is_shown(capfd):
                                      evaluate_every=1)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_says_where_it_continues(tmp_path, capfd):
     # The lie: nothing tells a run that went on from one that began anew.
     for steps, said in ((2, False), (3, True)):

@@ -52,6 +52,7 @@ def fit(calls, run_dir, steps=6, **options):
     trainer.fit(np.float32(0), batches, steps=steps)
 
 
+@pytest.mark.slow
 def test_the_steps_that_were_asked_for(traced, tmp_path):
     """Lie: a trace that begins a step late, as a hook would begin it."""
     fit(traced, tmp_path / "a", profile=(3, 4))

@@ -131,6 +131,7 @@ def test_another_run_is_refused_by_name(settings, said, begun):
         fit(begun, steps=3, **settings)
 
 
+@pytest.mark.slow
 def test_the_number_of_stages_counts(tmp_path):
     """Lie: a run without its stages goes on as the same one, with other bits."""
     fit(tmp_path, stages=1)
@@ -150,7 +151,7 @@ def test_a_checkpoint_of_before_stages_were_kept_for_every_run_is_resumed():
 
 def test_numbers_that_an_optimizer_keeps_in_its_state_count(tmp_path):
     # The lie: 0.2 in the program, and the 0.1 of the checkpoint in every update.
-    make = optax.inject_hyperparams(optax.adam)
+    make = optax.inject_hyperparams(optax.sgd)
     fit(tmp_path, make(0.1))
     assert fit(tmp_path, make(0.1), steps=3).step == 3
     with pytest.raises(
@@ -177,6 +178,7 @@ def test_settings_of_jax_count(begun):
         fit(begun, steps=3)
 
 
+@pytest.mark.slow
 def test_a_schedule_counts_by_what_it_computes(tmp_path):
     make = lambda last: optax.sgd(optax.linear_schedule(0.1, last, 5))
     fit(tmp_path, make(0.0))
@@ -220,6 +222,7 @@ def test_an_update_of_complex_weights_counts():
         check_same_run(one, other, "here")
 
 
+@pytest.mark.slow
 def test_an_average_counts_by_what_it_computes(tmp_path):
     make = lambda offset: lambda step: jnp.minimum(0.9, (1 + step) / (offset + step))
     fit(tmp_path, ema_decay=make(10.0))
@@ -342,7 +345,7 @@ def test_an_allowed_change_leaves_what_a_schedule_or_the_user_has_made(tmp_path)
     assert found["b1"] == np.float32(0.5 / 3)
 
 
-@pytest.mark.parametrize("rows", [8, 24])
+@pytest.mark.parametrize("rows", [8, pytest.param(24, marks=pytest.mark.slow)])
 def test_the_rows_of_batches_count_where_nobody_said_how_many(rows, tmp_path):
     fit(tmp_path, global_batch=None)
     with pytest.raises(mt.RunError, match=f"batches of 16 rows, this one has {rows}") as told:

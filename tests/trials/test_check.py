@@ -232,6 +232,7 @@ def dropout_and_statistics(w, batch, *, rng):
     return entropies(z - z.mean(0), batch["y"])
 
 
+@pytest.mark.slow
 def test_what_is_drawn_is_judged_by_the_program():
     # Two halves draw other numbers than the whole: that alone is no fault.
     assert check_parallel(dropout, W, BATCH, rng=jax.random.key(0))
@@ -271,6 +272,7 @@ def test_modules_are_taken():
     assert not normed.mean[...].any()  # the user's own module has seen nothing
 
 
+@pytest.mark.slow
 def test_16_bit_results_are_compared_as_coarsely_as_they_are():
     # The lie: rows that mix, seen in nothing but bfloat16's rounding.
     x = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
@@ -506,9 +508,8 @@ def test_dropout_of_modules_is_not_blamed():
     assert check_parallel(of_key, VECTOR, X, jax.random.key(0))
 
 
-@pytest.mark.parametrize(
-    "make", [pytest.param(jax.random.key, marks=pytest.mark.slow), jax.random.PRNGKey]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
 def test_a_key_that_is_returned_for_the_next_step_is_right(make):
     # The lie: towers have different keys, so the returned key "depends on the number of rows".
     def with_next_key(w, x, key):
@@ -518,6 +519,7 @@ def test_a_key_that_is_returned_for_the_next_step_is_right(make):
     assert check_parallel(with_next_key, VECTOR, X, make(0))
 
 
+@pytest.mark.slow
 def test_batch_norm_is_told_once():
     def normalised(w, x, *, model_state):
         mean = x.mean(0)
@@ -528,6 +530,7 @@ def test_batch_norm_is_told_once():
     assert problem.message.startswith("rows are normalised with statistics of their own tower")
 
 
+@pytest.mark.slow
 def test_a_state_that_adds_up_rows_is_not_safe():
     # The lie: "safe", of counts that are those of a tower.
     def counting(w, x, *, model_state):
@@ -538,6 +541,7 @@ def test_a_state_that_adds_up_rows_is_not_safe():
     assert (problem.kind, problem.output) == ("sum", "model_state['seen']")
 
 
+@pytest.mark.slow
 def test_parameters_in_numpy_arrays_are_indexed_as_in_a_real_call():
     table = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
     tokens = np.array([[0, 1], [2, 3], [4, 0], [1, 1]])
@@ -563,6 +567,7 @@ def test_a_loss_may_ask_for_the_number_of_towers_alone():
     assert not check_parallel(wrong, W, BATCH)
 
 
+@pytest.mark.slow
 def test_results_that_are_nan_in_a_complex_number_are_repeatable():
     """Lie: a function that draws random numbers on the host, because nan is not nan."""
     some = jnp.array([jnp.nan, 1.0])[jnp.arange(len(BATCH["x"])) % 2]
@@ -575,6 +580,7 @@ def test_a_result_that_is_no_number_is_named():
         check_parallel(lambda w, batch: (by_row(w, batch), {"split": "train"}), W, BATCH)
 
 
+@pytest.mark.slow
 def test_results_that_are_not_a_number_are_not_safe():
     # The lie: "safe", because NaN is as far from NaN as from any other number.
     loss = lambda w, batch: jnp.log(-((batch["x"] @ w) ** 2)).sum()
@@ -617,14 +623,14 @@ def test_a_mask_that_keeps_every_row_does_not_make_a_mean_safe(kind):
     assert "the numbers agree, as with a mask that keeps every row" in str(check)
 
 
+@pytest.mark.slow
 def test_a_choice_that_keeps_every_row_does_not_make_a_mean_safe():
     """The lie: the same, where rows are chosen by their loss, or a mask in another way."""
     assert not check_parallel(without_outliers, W, BATCH)
     assert not check_parallel(chosen_mean, W, {**BATCH, "mask": np.ones(16, np.bool_)})
 
 
-@pytest.mark.parametrize(
-    "loss", [pytest.param(half_of_each_row, marks=pytest.mark.slow), backwards]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", [half_of_each_row, backwards])
 def test_rows_that_come_together_and_stay_what_they_are_are_safe(loss):
     assert check_parallel(loss, W, BATCH)

@@ -50,10 +50,9 @@ def seen(rows, w, batch, *, model_state):
     "loss",
     [
         queueing,
-        worst_of_each_class,
         *(
             pytest.param(fn, marks=pytest.mark.slow)
-            for fn in (largest, queueing_in_place, high, seen)
+            for fn in (worst_of_each_class, largest, queueing_in_place, high, seen)
         ),
     ],
 )
@@ -124,7 +123,8 @@ def shifted(w, batch, *, model_state):
     return losses(w, batch), {}, jnp.concatenate([batch, model_state[: -len(batch)]])
 
 
-@pytest.mark.parametrize("loss", [pytest.param(first, marks=pytest.mark.slow), shifted])
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", [first, shifted])
 def test_a_state_that_holds_rows_and_is_short_is_told(loss):
     # The lie: the mean of different rows; and it cannot be read with more rows than it has.
     with pytest.warns(mt.MultitowerWarning, match="it is kept .* holds rows"):
@@ -246,6 +246,7 @@ def test_a_variance_that_is_kept_from_being_negative_is_meant():
     look_at_step(clipped_variance, (X, Y), model_state=jnp.ones(3))
 
 
+@pytest.mark.slow
 def test_a_system_with_a_matrix_of_no_rows_is_solved_for_a_mean():
     """A false alarm: the solution for a mean over rows is a mean over rows, as a product is."""
     matrix = np.eye(3, dtype=np.float32) + 0.5
@@ -277,6 +278,7 @@ def test_states_of_one_module_are_named_once():
     assert any(str(one.message).startswith("the state of the module (div at") for one in told)
 
 
+@pytest.mark.slow
 def test_prototypes_of_all_rows_as_the_warning_says():
     def of_all(w, batch, *, model_state):
         x, members = batch[0], jax.nn.one_hot(batch[1], 3)

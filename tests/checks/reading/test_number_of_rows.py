@@ -81,6 +81,19 @@ def test_what_is_divided_by_the_number_of_rows_is_told(loss):
         with pytest.warns(mt.MultitowerWarning, match=said) as told:
             look_at(run, X)
         assert len(ours(told)) == 1
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        of_the_batch,
+        *(
+            pytest.param(loss, marks=pytest.mark.slow)
+            for loss in (of_the_data_set, as_a_sum, with_a_share_of_a_penalty, *MEANS)
+        ),
+    ],
+)
+def test_what_is_divided_by_the_number_of_rows_is_found_by_a_trial(loss):
     (problem,) = mt.check_parallel(loss, W, X).problems
     assert problem.kind == ("sum" if loss is mean_as_a_sum else "row count")
     assert "x" in problem.where

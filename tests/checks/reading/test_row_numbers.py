@@ -123,7 +123,7 @@ def positions(w, x, y, table):
     return losses(w, x) * table[jnp.arange(3)].sum()
 
 
-@pytest.mark.parametrize("loss", [by_class, positions])
+@pytest.mark.parametrize("loss", [pytest.param(by_class, marks=pytest.mark.slow), positions])
 @pytest.mark.parametrize("towers", [None, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_table_as_long_as_the_batch_is_told(loss, towers):
     # The lie: half a table, where an index that is too large is clamped.

@@ -28,7 +28,13 @@ def test_one_mean_for_every_row_is_told(fn):
     assert len(ours(told)) == 1
     with pytest.warns(mt.MultitowerWarning, match=said):
         look_at(mt.grad(lambda w, x: (losses(w, x), fn(x)), devices=2, has_aux=True), X)
-    problem = mt.check_parallel(fn, X).problems[0]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "full")) for name in MEANS]
+)
+def test_one_mean_for_every_row_is_found_by_a_trial(name):
+    problem = mt.check_parallel(MEANS[name], X).problems[0]
     assert problem.kind == "mixed rows"
     assert problem.message.startswith("rows are brought together")
 

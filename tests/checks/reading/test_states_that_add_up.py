@@ -86,6 +86,7 @@ def test_rows_that_are_counted_in_one_entry_of_a_state_are_told(totals):
         look_at_step(count, model_state=jnp.zeros(2))
 
 
+@pytest.mark.slow
 def test_a_place_in_a_buffer_that_moves_by_the_rows_of_a_tower_is_told():
     """Lie: the next rows are written over those of this step, as the place has hardly moved."""
 

@@ -63,7 +63,7 @@ def look_at_those_of_tower_0(**options):
     [
         (step_with_statistics, look_at_a_step),
         pytest.param(step_with_those_of_tower_0, look_at_those_of_tower_0, marks=pytest.mark.slow),
-        (value_with_statistics, look_at_a_gradient),
+        pytest.param(value_with_statistics, look_at_a_gradient, marks=pytest.mark.slow),
     ],
 )
 def test_batch_norm_without_towers_is_told_once(run, look):

@@ -194,7 +194,7 @@ def test_what_belongs_to_a_sum_is_right(loss, reduction):
     "share",
     [
         lambda w, num_towers: 0.1 * penalty(w) / num_towers,
-        lambda w, num_towers: penalty(w) * (0.1 / num_towers),
+        pytest.param(lambda w, num_towers: penalty(w) * (0.1 / num_towers), marks=pytest.mark.slow),
     ],
 )
 def test_nothing_is_said_of_a_penalty_that_towers_share(share):

@@ -39,7 +39,7 @@ def server(monkeypatch):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.files, server.asked, server.promised_too_much = {"/a.bin": CONTENT}, [], 0
     server.address = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield server
     server.shutdown()

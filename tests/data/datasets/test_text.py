@@ -61,6 +61,7 @@ def test_a_line_without_end_is_cut_too(tmp_path):
     assert text.test == [b"a" * 100] * 2
 
 
+@pytest.mark.slow
 def test_the_standard_library_without_its_tests():
     text = read_text()
     assert read_text() == text

@@ -15,7 +15,9 @@ from rotations import W, X, Y, batch_of, losses, make, train
 pytestmark = pytest.mark.filterwarnings("ignore:the batch has .* rows, and a tower takes")
 
 
-@pytest.mark.parametrize("max_staleness", [None, pytest.param(1, marks=pytest.mark.slow), 0])
+@pytest.mark.parametrize(
+    "max_staleness", [None, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 0))]
+)
 def test_batches_from_the_host_and_from_prefetch_have_the_same_bits(max_staleness):
     # The lie: the 8 rows of an update are 8 from the host and, since they do not fill 6 towers, 12
     # from prefetch; a tower's own statistics then count some rows twice.
@@ -38,6 +40,7 @@ def test_batches_from_the_host_and_from_prefetch_have_the_same_bits(max_stalenes
     assert fingerprint(sharded) == from_host
 
 
+@pytest.mark.slow
 def test_batches_from_prefetch_are_taken():
     step = make(devices=2)
     state, _ = train(step, step.init({"w": W}), range(3))
@@ -83,6 +86,7 @@ def test_a_run_resumes_between_any_two_updates_on_other_devices(tmp_path, moment
     assert mt.fingerprint(found) == mt.fingerprint(state)
 
 
+@pytest.mark.slow
 def test_another_rotation_is_another_run(tmp_path):
     trainer(tmp_path, rotation=(0, 1, 2)).fit({"w": W}, batches, steps=1)
     assert trainer(momentum_correction=True)._settings["momentum_correction"]

@@ -25,6 +25,7 @@ def test_model_state_goes_with_the_group():
     assert list(state.local["model_state"]["calls"]) == [2, 1]
 
 
+@pytest.mark.slow
 def test_a_skipped_update_leaves_the_model_state_of_its_group():
     # The lie: the state of the group whose turn was before.
     def loss(params, batch, *, model_state):
@@ -67,6 +68,7 @@ def test_what_is_written_into_a_state_is_used():
     assert int(metrics["staleness"]) == 1
 
 
+@pytest.mark.slow
 def test_from_synchronous_to_asynchronous_and_back():
     plain = mt.train_step(losses, optax.sgd(0.05, momentum=0.9), towers=3, devices=1)
     state, _ = train(plain, plain.init({"w": W}), range(2))

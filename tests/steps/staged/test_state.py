@@ -258,6 +258,7 @@ def test_what_is_joined_from_stages_cannot_be_written_into():
         whole[0] = 1
 
 
+@pytest.mark.slow
 def test_layers_of_a_loop_that_runs_backwards_come_back_in_their_order():
     """Lie: the layers of the first stage, which are the last ones, come first."""
 

@@ -117,15 +117,8 @@ def test_a_state_that_is_read_inside_jit_stays_whole(two):
     assert mt.fingerprint(new) == mt.fingerprint(step(other, ROWS[1])[0])
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        pytest.param({"sync_every": 2}, marks=pytest.mark.slow),
-        pytest.param({"updates": "asynchronous"}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"sync_every": 2}, {"updates": "asynchronous"}], ids=str)
 def test_a_state_with_keys_is_read_inside_jit(options):
     """Lie: it can be read there, as long as it holds no typed key."""
 

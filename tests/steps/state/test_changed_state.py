@@ -109,6 +109,7 @@ def test_parameters_averages_momenta_and_model_state(way):
         assert leaf.sharding.device_set == set(mt.devices(2))
 
 
+@pytest.mark.slow
 def test_a_key_in_the_model_state():
     def draws(w, x, *, model_state):
         key = model_state["key"]

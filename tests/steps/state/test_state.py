@@ -37,6 +37,7 @@ def test_a_state_that_was_given_to_a_step_is_gone(towers):
     assert int(new.step) == 1
 
 
+@pytest.mark.slow
 def test_waiting_for_a_state_makes_no_arrays():
     """Lie: whole copies of the optimizer state, or, in one of several processes, a wait forever."""
     step, state = made(towers=2, shard_update=True, ema_decay=0.9)

@@ -30,7 +30,7 @@ def test_only_a_better_score_replaces_the_best(mode, sign, tmp_path):
         assert float(checkpoints.restore(like=step.init(np.float32(0))).state.params) == 6
 
 
-@pytest.mark.parametrize("number", [5, 3])
+@pytest.mark.parametrize("number", [pytest.param(5, marks=pytest.mark.slow), 3])
 def test_a_better_state_of_no_later_step_is_kept(number, tmp_path):
     """Lie: it is said to be kept, and the one before stays: Orbax saves higher numbers alone."""
     step = mt.train_step(lambda w, x: w * x, optax.sgd(0.1), devices=1)

@@ -50,6 +50,7 @@ def test_an_extended_run_has_what_the_last_test_phase_wrote_into_the_state(tmp_p
     assert fit(tmp_path / "extended", 7) == fit(tmp_path / "whole", 7)
 
 
+@pytest.mark.slow
 def test_two_trainers_in_one_directory(tmp_path):
     """Lie: two runs that write the same checkpoints, and a resume from a mixture of both."""
     run_dir = tmp_path / "is not" / "there yet"
@@ -74,7 +75,7 @@ def test_two_trainers_in_one_directory(tmp_path):
     trainer.fit(PARAMS, batches, steps=10, resume=True)  # the first one has given it back
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_batches_that_end_or_fail_lose_no_step(tmp_path, fails, undisturbed):
     """Lie: the steps since the last checkpoint are lost, because the loader failed."""
 
@@ -97,6 +98,7 @@ def test_batches_that_end_or_fail_lose_no_step(tmp_path, fails, undisturbed):
     assert seen == list(range(51, 61))
 
 
+@pytest.mark.slow
 def test_a_run_stays_where_it_is_if_the_working_directory_changes(tmp_path, monkeypatch):
     """Lie: the best state, or all checkpoints, in a second directory that no resume finds."""
     monkeypatch.chdir(tmp_path)
@@ -106,6 +108,7 @@ def test_a_run_stays_where_it_is_if_the_working_directory_changes(tmp_path, monk
     assert trainer.restore(PARAMS).step == 1
 
 
+@pytest.mark.slow
 def test_fewer_steps_than_the_run_has_made(tmp_path):
     """Lie: a finished run of a checkpoint that is of another one."""
     make_trainer(1, run_dir=tmp_path).fit(PARAMS, batches, steps=3)
@@ -144,6 +147,7 @@ def test_what_needs_a_run_dir_is_said(option, tmp_path):
     make_trainer(1, run_dir=tmp_path, **option)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over_only_when_allowed(tmp_path, undisturbed):
     make_trainer(1, run_dir=tmp_path, checkpoint_every=20).fit(PARAMS, batches, steps=40)
     (tmp_path / "checkpoints" / "40" / "about" / "metadata").unlink()

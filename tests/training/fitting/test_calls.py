@@ -39,7 +39,7 @@ class Run:
     def __init__(self, **options):
         self.heard = []
         self.trainer = mt.Trainer(
-            losses, optax.adam(0.01), devices=2, global_batch=16, ema_decay=0.9,
+            losses, optax.sgd(0.01, momentum=0.9), devices=2, global_batch=16, ema_decay=0.9,
             hooks=[self.heard.append], **options,
         )  # fmt: skip
 
@@ -104,6 +104,7 @@ def test_a_signal_ends_a_call_and_the_run_goes_on_from_there(one_by_one, tmp_pat
     assert_close(state, one_by_one[0])
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_is_named_by_its_step(tmp_path):
     def marked(first):
         for number, batch in enumerate(batches(first), first):
@@ -115,6 +116,7 @@ def test_what_is_not_finite_is_named_by_its_step(tmp_path):
     assert run.steps() == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_batches_that_run_out_and_a_loader_that_uses_its_arrays_again():
     # The lies: rows that are copied to the devices when their loader has overwritten them; a call
     # whose batches are all the last one.

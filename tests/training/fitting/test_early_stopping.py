@@ -162,6 +162,7 @@ def test_law_l9_process_0_decides_for_all(tmp_path):
     assert run_processes(program, 2, str(tmp_path / "both")).strip() == alone
 
 
+@pytest.mark.slow
 def test_what_early_stopping_needs_is_said():
     trainer = mt.Trainer(losses, optax.sgd(0.1), early_stopping=mt.EarlyStopping("hits"))
     with pytest.raises(mt.ArgumentError, match=r"early_stopping='hits' needs a test phase: pass"):
@@ -173,6 +174,7 @@ def test_what_early_stopping_needs_is_said():
             mt.EarlyStopping("loss", **options)
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_at_its_last_step_says_so_again(tmp_path):
     """Lie: resumed, it has just ended."""
     x = np.ones(2, np.float32)

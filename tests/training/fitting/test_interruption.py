@@ -104,6 +104,7 @@ def test_a_signal_in_a_run_with_a_run_in_its_test_phase(tmp_path, inside):
     assert ("step 4 is saved" in "".join(getattr(caught.value, "__notes__", ""))) == inside
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_last_test_phase_is_heard(tmp_path):
     # The lie: Ctrl-C ends the first of many runs, and the next one begins.
     tested = []

@@ -12,6 +12,7 @@ import multitower as mt
 from trainers import DATA, PARAMS, batches, make_trainer, scores
 
 
+@pytest.mark.slow
 def test_a_test_phase_that_fails_loses_no_step(tmp_path, undisturbed):
     def broken(state):
         raise RuntimeError("no such file")
@@ -143,6 +144,7 @@ def test_the_rate_of_training_does_not_count_test_phases(monkeypatch):
     assert rates == [None, *[32.0] * 5]
 
 
+@pytest.mark.slow
 def test_the_best_state_of_an_earlier_run_is_not_taken_for_one_of_this_run(tmp_path):
     # The lie: trainer.best of a run that ended before its first checkpoint, with other settings.
     def fit(**options):
@@ -184,6 +186,7 @@ def test_what_keep_best_needs_is_said(tmp_path):
         trainer.evaluate(scores, state, DATA, global_batch=64)
 
 
+@pytest.mark.slow
 def test_a_test_phase_that_is_not_made_or_keeps_nothing_is_said_once(tmp_path):
     """Lies: `evaluate=` that is never called; a run that ends, and its best state is missing."""
     trainer = make_trainer(1, run_dir=tmp_path / "best", keep_best="loss", best="min", hooks=[])
@@ -200,6 +203,7 @@ def test_a_test_phase_that_is_not_made_or_keeps_nothing_is_said_once(tmp_path):
         trainer.fit(PARAMS, batches, evaluate_every=3, **given)
 
 
+@pytest.mark.slow
 def test_scores_see_the_model_state():
     # The lie: an evaluation with the statistics of the first step.
     def loss(w, x, *, model_state):

@@ -22,7 +22,14 @@ def metrics(scale, batch):
 
 
 @pytest.mark.parametrize(
-    ("global_batch", "towers"), [(1, None), (7, 3), (64, None), (100, 3), (1000, None)]
+    ("global_batch", "towers"),
+    [
+        (1, None),
+        (7, 3),
+        pytest.param(64, None, marks=pytest.mark.slow),
+        (100, 3),
+        (1000, None),
+    ],
 )
 def test_trap_evaluation_samples_duplicated_or_dropped(global_batch, towers):
     """accelerate#226: 10 167 of 10 000 test images, because the last batch is filled up; law L7."""
@@ -48,7 +55,7 @@ def test_numbers_beside_the_rows():
         np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
-@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_law_l3_of_a_data_set_on_several_devices(devices):
     """Lie: examples that XLA adds up over the devices, which makes 0.0 of -0.0."""
     zeros = mt.shard(np.full(16, -0.0, np.float32), devices=devices)
@@ -115,6 +122,7 @@ class Loader:
         return iter([{"x": VALUES[:70]}, {"x": VALUES[70:]}])
 
 
+@pytest.mark.slow
 def test_a_loader_is_read_by_a_trainer_too():
     trainer = mt.Trainer(lambda w, x: w * x, optax.sgd(0.1), devices=2, hooks=[])
     state = trainer.step.init(np.float32(2))
@@ -156,6 +164,7 @@ def test_a_wrong_batch_size_is_an_error(wrong):
         evaluate(metrics, 1.0, {"x": VALUES}, global_batch=wrong)
 
 
+@pytest.mark.slow
 def test_batches_that_are_on_their_devices_are_scored_too():
     """Lie: batches of prefetch, with the towers that score them, are no batches."""
     halves = [{"x": VALUES[:60]}, {"x": VALUES[60:]}]
@@ -189,6 +198,7 @@ def test_a_metric_may_have_an_array_per_row(towers):
     np.testing.assert_array_equal(means["x_of"], np.array(exact) / 100)
 
 
+@pytest.mark.slow
 def test_hooks_and_the_best_score_get_the_numbers_alone():
     told = []
     trainer = mt.Trainer(
@@ -283,6 +293,7 @@ def test_nnx_modules_are_scored_in_evaluation_mode():
     np.testing.assert_allclose(found, (trained(x) ** 2).mean(), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_equinox_modules_are_scored_in_inference_mode():
     # The lie: an evaluation with dropout, or of some rows twice.
     eqx = pytest.importorskip("equinox")
@@ -328,6 +339,7 @@ def test_metrics_of_another_kind_are_refused_in_words(metrics, message):
         mt.evaluate(metrics, 1.0, np.arange(8.0), global_batch=8, devices=2)
 
 
+@pytest.mark.slow
 def test_metrics_that_differ_between_batches_are_refused():
     # The lie: a metric of half of the examples, divided by the number of all.
     ones = np.ones(8)

@@ -18,8 +18,17 @@ def outputs(params, x):
     return {"first": x @ params, "second": (x[:, 0] > 0, x)}
 
 
-@pytest.mark.parametrize("towers", [None, 4])
-@pytest.mark.parametrize("global_batch", [1, 8, 29, 100])
+@pytest.mark.parametrize(
+    ("global_batch", "towers"),
+    [
+        (1, 4),
+        (8, None),
+        (29, 4),
+        (100, None),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, None), (8, 4))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((29, None), (100, 4))),
+    ],
+)
 def test_it_equals_the_function_of_all_rows(global_batch, towers):
     # The lie: rows of the filling, rows left out at the end, or chunks in another order.
     where = {"devices": 3, "towers": towers}
@@ -61,6 +70,7 @@ def test_an_iterator_of_batches_and_progress():
         mt.predict(outputs, W, iter([]), global_batch=4)
 
 
+@pytest.mark.slow
 def test_batches_of_integers_and_floats_give_floats_of_jax():
     # The lie: one batch of integers among floats, and NumPy makes float64 of all.
     batches = [np.arange(4, dtype=np.int32), np.float32([0.5, 1.5])]
@@ -113,6 +123,7 @@ def test_all_chunks_share_one_program():
     assert len(traced) == count
 
 
+@pytest.mark.slow
 def test_a_trainer_predicts_with_what_it_scores():
     trainer = mt.Trainer(lambda w, x: (w * x) ** 2, optax.sgd(0.5), devices=2, ema_decay=0.5)
     rows = X[:4, 0]
@@ -157,6 +168,7 @@ def test_what_is_no_output_per_row_is_refused():
         mt.predict(keys, 0.0, X, global_batch=8, devices=2)
 
 
+@pytest.mark.slow
 def test_outputs_that_differ_between_batches_are_refused():
     # The lie: the rows of "a" under the name "b", because a later batch has that name.
     batches = lambda *some: iter(some)
