@@ -205,8 +205,7 @@ def test_same_bits_even_when_a_row_is_nan():
     assert len(found) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("devices", [(1, 3), (1, 2)])
+@pytest.mark.parametrize("devices", [(1, 3), pytest.param((1, 2), marks=pytest.mark.slow)])
 def test_same_bits_with_nan_and_infinity_of_both_signs(devices):
     """Lie: NaNs whose sign and payload depend on the order of an addition's operands."""
     batches = line_batches(8, steps=1)

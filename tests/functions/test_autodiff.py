@@ -152,7 +152,6 @@ def test_law_l6_every_tower_draws_its_own_numbers():
     assert noise_on(2).tobytes() == first.tobytes()
 
 
-@pytest.mark.slow
 def test_eager_towers_have_the_same_bits_on_every_device_count():
     params, batch = params_of(), batch_of(13)
     found = {

@@ -22,6 +22,9 @@ X *= np.arange(1, 1 + ROWS)[:, None] / 8  # the towers' own statistics are far a
 Y = X.sum(1)
 WAYS = {"fast": {"devices": 4}, "same bits": {"devices": 1, "towers": TOWERS}}
 # Exchanges with the same bits know no framework: of one they are tried every day.
+same_bits_every_day = pytest.mark.parametrize(
+    "way", [pytest.param("fast", marks=pytest.mark.slow), "same bits"]
+)
 fast_every_day = pytest.mark.parametrize(
     "way", ["fast", pytest.param("same bits", marks=pytest.mark.slow)]
 )
@@ -45,8 +48,7 @@ class NNXNet(nnx.Module):
         return self.norm(jnp.tanh(self.first(x))) @ np.arange(4, dtype=np.float32)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@same_bits_every_day
 def test_flax_nnx(way):
     def loss(net, x, y):
         return (net(x) - y) ** 2

@@ -34,7 +34,7 @@ PAGES |= {"../README.md": ROOT / "README.md"}
 # As in conftest.py: tests leave out most of XLA's optimizations.
 LEFT_OUT = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "1"
 
-# Programs of these pages take long to compile.
+# Programs of these pages take long, most of them to compile.
 SLOW = {
     "coming-from/accelerate.md",
     "coming-from/horovod.md",
@@ -69,12 +69,12 @@ SLOW = {
     "guides/mixed-precision.md",
     "guides/padding.md",
     "guides/profiling.md",
-    "guides/tracking.md",
     "guides/ragged-batches.md",
     "guides/randomness.md",
     "guides/several-models.md",
     "guides/slow-links.md",
     "guides/stages.md",
+    "guides/tracking.md",
     "guides/trainer.md",
     "guides/weight-decay.md",
     "index.md",  # whose code is that of README

@@ -79,7 +79,6 @@ def test_polynomial_equals_one_device():
     np.testing.assert_allclose(all_loss, loss, rtol=2e-3)
 
 
-@pytest.mark.slow
 def test_matrix_powers_equal_one_device_and_numpy():
     # The lie: the classic version computes the power n+1.
     one, every = versions("matrix_powers")

@@ -108,7 +108,6 @@ def test_a_key_by_device_is_found_in_the_first_tower_that_has_another(fault):
         check(loss=noisy, rng=jax.random.key(0))
 
 
-@pytest.mark.slow
 def test_an_update_that_knows_its_devices_is_found_in_the_update(fault):
     # The lie: a mean over devices instead of towers.
     change_results(fault, divide_parameters)
