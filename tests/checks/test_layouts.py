@@ -9,6 +9,7 @@ import pytest
 
 import looking
 import multitower as mt
+from slow import slow_but_for
 
 ROWS, TIMES, COLUMNS = 8, 3, 4
 X = np.random.default_rng(0).normal(size=(ROWS, TIMES, COLUMNS)).astype(np.float32)
@@ -96,10 +97,7 @@ def test_values_of_a_row_that_stay_together_are_no_warning(name):
     looking.look_at_call(mt.value_and_grad(loss, devices=4), W, some_rows(loss))  # it raises them
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in EVERY_DAY else [pytest.mark.slow]) for name in RIGHT],
-)
+@pytest.mark.parametrize("name", slow_but_for(EVERY_DAY, RIGHT))
 def test_the_mean_of_values_that_stay_together_is_that_of_the_rows(name):
     # The lie: what nobody is warned of is a loss of other rows.
     loss = RIGHT[name]
@@ -116,10 +114,7 @@ def test_values_of_other_rows_in_place_of_a_row_are_a_warning(name):
         looking.look_at_call(mt.value_and_grad(loss, devices=4), W, X)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in EVERY_DAY else [pytest.mark.slow]) for name in WRONG],
-)
+@pytest.mark.parametrize("name", slow_but_for(EVERY_DAY, WRONG))
 def test_a_mean_with_values_of_other_rows_is_another_number(name):
     # The lie: a warning of what is right.
     loss = WRONG[name]

@@ -11,6 +11,7 @@ import pytest
 import multitower as mt
 from multitower.engines import held
 from multitower.engines.executable import Holding, compile_for_each
+from slow import slow_but_for
 
 SIZE = 512  # of float32, square: as many bytes as make an array a large one
 NUM_ROWS, STEPS = 8, 2
@@ -92,16 +93,7 @@ def found(monkeypatch):
     return numbers
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=[] if name in ("fast", "towers") else pytest.mark.slow,
-        )
-        for name in WAYS
-    ],
-)
+@pytest.mark.parametrize("name", slow_but_for(["fast", "towers"], WAYS))
 def test_no_program_has_a_large_constant_and_numbers_are_those_of_numpy(name, found):
     # The lie: a program without the arrays, with one in the other's place, or with the array that
     # NumPy's owner has written into since.

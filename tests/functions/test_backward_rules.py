@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import multitower as mt
+from slow import slow_but_for
 
 BOUND = 0.03  # between the cotangents of all rows, some of which are larger
 
@@ -82,9 +83,7 @@ def test_gradients_are_those_of_the_mean_over_all_rows(rule, way, num_rows):
     np.testing.assert_array_equal(alone, gradients)
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[] if "uneven" in way else [pytest.mark.slow]) for way in WAYS]
-)
+@pytest.mark.parametrize("way", slow_but_for(["same bits, uneven"], WAYS))
 def test_gradients_of_a_scalar_loss(way):
     x = rows(24)
     scalar = lambda w, x: loss_with(rounded)(w, x).mean()

@@ -13,16 +13,15 @@ import pytest
 
 import multitower as mt
 import trees
+from slow import slow_but_for
 
 WAYS = {
     "fast": {"devices": 4},
     "same bits": {"devices": 1, "towers": 4},  # the same bits on more devices: below
     "same bits, uneven": {"devices": 2, "towers": 5},
 }
-# Every day whole towers; towers of which one is filled up with every number of rows, below.
-fast_every_day = pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[pytest.mark.slow] if "same" in way else []) for way in WAYS]
-)
+# Every way is tried every day with some number of rows, below.
+fast_every_day = pytest.mark.parametrize("way", slow_but_for(["fast"], WAYS))
 # Every number of rows in some way, and every way with some number of rows.
 any_rows = pytest.mark.parametrize(
     ("way", "num_rows"),

@@ -11,6 +11,7 @@ import multitower as mt
 from looking import W, X, look_at, losses
 from multitower.checks.reading.counts import is_mean, is_steady, numbers_of, per_row
 from multitower.checks.reading.flow import Flow
+from slow import slow_but_for
 from told import ours
 
 
@@ -85,13 +86,10 @@ def test_what_is_divided_by_the_number_of_rows_is_told(loss):
 
 @pytest.mark.parametrize(
     "loss",
-    [
-        of_the_batch,
-        *(
-            pytest.param(loss, marks=pytest.mark.slow)
-            for loss in (of_the_data_set, as_a_sum, with_a_share_of_a_penalty, *MEANS)
-        ),
-    ],
+    slow_but_for(
+        [of_the_batch],
+        [of_the_batch, of_the_data_set, as_a_sum, with_a_share_of_a_penalty, *MEANS],
+    ),
 )
 def test_what_is_divided_by_the_number_of_rows_is_found_by_a_trial(loss):
     (problem,) = mt.check_parallel(loss, W, X).problems
@@ -199,18 +197,13 @@ OF_ALL_ROWS = {
 }
 
 
-def values_are_slow(names, *, but):
-    """The names, marked as slow but for one: all of them are looked at every day."""
-    return [pytest.param(name, marks=[pytest.mark.slow] * (name != but)) for name in names]
-
-
 @pytest.mark.parametrize("name", OF_ALL_ROWS)
 def test_nothing_is_said_of_what_is_made_of_the_number_of_all_rows(name):
     of_all = lambda w, x: OF_ALL_ROWS[name](w, x, len(x) * jax.lax.axis_size("towers"))
     look_at(mt.grad(of_all, devices=2), X)  # warnings are errors
 
 
-@pytest.mark.parametrize("name", values_are_slow(OF_ALL_ROWS, but="share"))
+@pytest.mark.parametrize("name", slow_but_for(["share"], OF_ALL_ROWS))
 def test_what_is_made_of_the_number_of_all_rows_is_right(name):
     # The lie: the number of all rows is one that nobody has to be told of.
     loss = OF_ALL_ROWS[name]
@@ -274,7 +267,7 @@ def test_nothing_is_said_of_a_gradient_of_the_mean_that_makes_a_mean(name):
     look_at(mt.grad(OF_SLOPES[name], devices=2), X)  # warnings are errors
 
 
-@pytest.mark.parametrize("name", values_are_slow(OF_SLOPES, but="vdot"))
+@pytest.mark.parametrize("name", slow_but_for(["vdot"], OF_SLOPES))
 def test_a_gradient_of_the_mean_that_makes_a_mean_is_fine(name):
     # The lie: a wrong program among them, which nobody blames.
     loss = OF_SLOPES[name]

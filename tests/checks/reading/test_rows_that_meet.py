@@ -9,6 +9,7 @@ import pytest
 
 import multitower as mt
 from looking import W, X, look_at, look_at_call, losses
+from slow import slow_but_for
 from told import ours
 
 MEANS = {
@@ -30,18 +31,14 @@ def test_one_mean_for_every_row_is_told(fn):
         look_at(mt.grad(lambda w, x: (losses(w, x), fn(x)), devices=2, has_aux=True), X)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "full")) for name in MEANS]
-)
+@pytest.mark.parametrize("name", slow_but_for(["full"], MEANS))
 def test_one_mean_for_every_row_is_found_by_a_trial(name):
     problem = mt.check_parallel(MEANS[name], X).problems[0]
     assert problem.kind == "mixed rows"
     assert problem.message.startswith("rows are brought together")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "full")) for name in MEANS]
-)
+@pytest.mark.parametrize("name", slow_but_for(["full"], MEANS))
 def test_predictions_that_are_one_mean_for_every_row_are_told(name):
     # The lie: only calls of one function look at it, and mt.predict makes its own.
     said = r"(result|aux).*\(reduce_sum .*\): rows are brought together"
