@@ -104,17 +104,43 @@ def test_a_copy_of_weights_goes_when_they_go():
 def test_a_step_of_ones_own_compiles_once_with_weights_on_all_devices():
     """existing-loop.md says so: JAX compiles for the devices that the arguments are on."""
 
-    def compilations(w):
-        gradient = mt.grad(lambda w, x: (x @ w) ** 2, devices=2)
-        train = jax.jit(lambda w, x: w - 0.1 * gradient(w, x))
-        with counted_compilations() as compiled:
-            for _ in range(3):
-                w = train(w, np.ones((8, 3), np.float32))
-        return len(compiled)
-
     everywhere = NamedSharding(Mesh(mt.devices(2), "towers"), PartitionSpec())
-    assert compilations(jnp.ones(3)) == 2
-    assert compilations(jax.device_put(jnp.ones(3), everywhere)) == 1
+    assert compilations(jnp.ones(3), devices=2) == 2
+    assert compilations(jax.device_put(jnp.ones(3), everywhere), devices=2) == 1
+
+
+@pytest.mark.parametrize("towers", [None, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("where", ["not said", "device", "mesh"])
+def test_a_step_of_ones_own_compiles_once_on_one_device(where, towers):
+    """Lie: its results are on a mesh of one device, and the next step compiles anew."""
+    (device,) = mt.devices(1)
+    there = NamedSharding(Mesh([device], "towers"), PartitionSpec()) if where == "mesh" else device
+    w = jnp.ones(3) if where == "not said" else jax.device_put(jnp.ones(3), there)
+    assert compilations(w, devices=1, towers=towers) == 1
+
+
+@pytest.mark.parametrize("num_rows", [6, 7])
+@pytest.mark.parametrize("towers", [None, 3])
+def test_a_step_of_ones_own_on_one_device_that_is_not_jax_own(towers, num_rows):
+    """Lie: in `jax.jit` the device that was asked for is forgotten, if it is one alone."""
+    there = mt.devices(2)[1]
+    rows = np.random.default_rng(0).normal(size=(num_rows, 3)).astype(np.float32)
+    losses = lambda w, x: (x @ w) ** 2
+    wanted = jax.grad(lambda w: losses(w, rows).mean())(jnp.ones(3))
+    for device in (there, mt.devices(1)[0]):
+        found = jax.jit(mt.grad(losses, devices=device, towers=towers))(np.ones(3), rows)
+        assert found.devices() == {device}
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+def compilations(w, **placed):
+    """How often three steps of a user's own compile."""
+    gradient = mt.grad(lambda w, x: (x @ w) ** 2, **placed)
+    train = jax.jit(lambda w, x: w - 0.1 * gradient(w, x))
+    with counted_compilations() as compiled:
+        for _ in range(3):
+            w = train(w, np.ones((8, 3), np.float32))
+    return len(compiled)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from multitower.engines.rounds import Rounds, Sent
 from multitower.engines.segments import constants_in
 from multitower.engines.tracing import PASS_IT, Traced, refuse_filled, trace
 from multitower.errors import ArgumentError
-from multitower.towers.leaves import is_traced, wide_dtype
+from multitower.towers.leaves import is_traced, shape_of, wide_dtype
 from multitower.towers.placement import AXIS, Placement
 from multitower.towers.rows import Tower, pad_rows, real_rows
 
@@ -46,6 +46,7 @@ def run(
     num_rows: jax.Array,
     *,
     axes: tuple[int | None, ...] = (),
+    inside: bool = False,
 ) -> tuple[Any, Any]:
     """Runs a job on traced or concrete arrays.
 
@@ -58,6 +59,9 @@ def run(
         num_rows: how many of the rows are real, int32, shape ().
         axes: for each leaf of `shared.rest` the axis along which it is split over the devices, None
             if it is whole; `()` if all are whole. Only with one tower on every device.
+        inside: whether this is a part of the user's own program. On one device that needs no mesh,
+            as long as towers do not meet. Results on a mesh, even of one device, have another type
+            than the user's arrays, and if they are its next arguments, it would compile anew.
 
     Returns:
         What `finish` returns, on every device; and the rows of all towers on axis 0, padding
@@ -69,19 +73,20 @@ def run(
     tower_rows = placement.tower_rows(num_given)
     size = tower_rows * slots * num_devices
 
-    def on_device(shared: Shared, rows: list[Any], num_rows: jax.Array) -> tuple[Any, Any]:
-        first = lax.axis_index(AXIS) * slots
+    own = [shape_of(x).update(shape=(tower_rows, *x.shape[1:])) for x in map(jax.typeof, rows)]
+    traced = trace_in_mesh(job.tower, (shared, own, Tower.shapes()), num_towers)
+    refuse_filled(traced.meets, num_given, tower_rows, placement)
+    rounds = traced.rounds(final=slots == 1)
+
+    def on_device(
+        first: Any, shared: Shared, rows: list[Any], num_rows: jax.Array, total: Any
+    ) -> tuple[Any, Any]:
         numbers = first + jnp.arange(slots, dtype=first.dtype)
         exist = None if slots * num_devices == num_towers else numbers < num_towers
 
         def tower(index: jax.Array) -> Tower:
             return Tower(index, real_rows(index, tower_rows, num_rows), num_rows)
 
-        some = rows if slots == 1 else [leaf[:tower_rows] for leaf in rows]
-        whole = shared if not axes else _whole_shapes(shared, axes)
-        traced = trace_in_mesh(job.tower, (whole, some, tower(first)), num_towers)
-        refuse_filled(traced.meets, num_given, tower_rows, placement)
-        rounds = traced.rounds(final=slots == 1)
         if axes:
             result = _on_shards(traced, shared, axes, (rows, tower(first)))
         elif slots == 1:
@@ -95,28 +100,29 @@ def run(
             )
         if slots > 1:
             result = _joined(result, exist)
-        means, sums = _over_towers(result, tower_rows, num_rows)
+        means, sums = _over_towers(result, tower_rows, num_rows, total)
         return job.finish(shared.state, means, sums), result.rows
 
-    # check_vma=False: every value is this device's own, so jax.grad inside a tower stays inside
-    # it (with the check on, JAX would already have summed gradients over the devices).
-    finished, joined = jax.shard_map(
-        on_device,
-        mesh=placement.mesh,
-        in_specs=(_specs(axes), PartitionSpec(AXIS), PartitionSpec()),
-        out_specs=(PartitionSpec(), PartitionSpec(AXIS)),
-        check_vma=False,
-    )(shared, [pad_rows(leaf, size) for leaf in rows], num_rows)
+    def in_mesh(shared: Shared, rows: list[Any], num_rows: jax.Array) -> tuple[Any, Any]:
+        first = lax.axis_index(AXIS) * slots
+        return on_device(first, shared, rows, num_rows, sum_over_devices)
+
+    padded = [pad_rows(leaf, size) for leaf in rows]
+    if inside and rounds is None and placement.is_default:
+        finished, joined = on_device(jnp.int32(0), shared, padded, num_rows, lambda tree: tree)
+    else:
+        # check_vma=False: every value is this device's own, so jax.grad inside a tower stays inside
+        # it (with the check on, JAX would already have summed gradients over the devices).
+        finished, joined = jax.shard_map(
+            in_mesh,
+            mesh=placement.mesh,
+            in_specs=(_specs(axes), PartitionSpec(AXIS), PartitionSpec()),
+            out_specs=(PartitionSpec(), PartitionSpec(AXIS)),
+            check_vma=False,
+        )(shared, padded, num_rows)
     if slots * num_devices > num_towers:
         joined = jax.tree.map(lambda leaf: leaf[: num_towers * tower_rows], joined)
     return finished, joined
-
-
-def _whole_shapes(shared: Shared, axes: tuple[int | None, ...]) -> Shared:
-    """Shapes and dtypes of what every tower gets, with whole leaves in place of shards."""
-    from multitower.engines.gathering import whole_shapes  # noqa: PLC0415 (importing stays quick)
-
-    return whole_shapes(_with_shards(shared, axes))
 
 
 def _on_shards(
@@ -177,7 +183,8 @@ def run_on_shards(
         here = Tower(index, real_rows(index, tower_rows, num_rows), num_rows)
         traced = trace_in_mesh(tower, (values, rows, here), num_towers)
         result = traced(values, rows, here)
-        return *_over_towers(result, tower_rows, num_rows), result.blocks
+        means, sums = _over_towers(result, tower_rows, num_rows, sum_over_devices)
+        return means, sums, result.blocks
 
     return jax.shard_map(
         on_device,
@@ -188,12 +195,14 @@ def run_on_shards(
     )(values, [pad_rows(leaf, tower_rows * num_towers) for leaf in rows], num_rows)
 
 
-def _over_towers(result: TowerResult, tower_rows: int, num_rows: jax.Array) -> tuple[Any, Any]:
-    """Means and sums over towers."""
+def _over_towers(
+    result: TowerResult, tower_rows: int, num_rows: jax.Array, total: Callable[[Any], Any]
+) -> tuple[Any, Any]:
+    """Means and sums over towers; `total` adds up over devices."""
     given = jax.tree.map(jnp.asarray, result.means)
     # The sum over many rows may be larger than float16 can hold, and the mean is not.
     wide = jax.tree.map(lambda x: x.astype(wide_dtype(x.dtype)), given)
-    means, sums = sum_over_devices((wide, result.sums))
+    means, sums = total((wide, result.sums))
     # XLA fuses a product with a number into whatever uses it, but would store a quotient first.
     scale = tower_rows / num_rows.astype(float)
     with jax.numpy_dtype_promotion("standard"):  # the scale has 64 bits with jax_enable_x64

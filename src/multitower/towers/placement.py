@@ -83,6 +83,12 @@ class Placement:
         """Whether other processes drive some of the devices."""
         return len(self.local) < len(self.devices)
 
+    @property
+    def is_default(self) -> bool:
+        """Whether it is one device, on which JAX puts everything anyway."""
+        default = jax.config.jax_default_device or jax.local_devices()[0]
+        return self.devices == (default,)
+
     @functools.cached_property
     def mesh(self) -> Mesh:
         """The devices as a mesh with one axis, `"towers"`."""
