@@ -4,7 +4,7 @@
 program does not show where its numbers come from, so two are compared.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -43,8 +43,8 @@ class Changing(NamedTuple):
 def changing(
     program: Any,
     num_rows: int,
-    other_rows: int,
-    with_other_rows: Callable[[], Any],
+    pairs: Sequence[tuple[int, int]],
+    with_rows: Callable[[int], Any],
     with_other_towers: Callable[[], Any],
 ) -> Changing:
     """The constants of a program that change with its number of rows, and with nothing else.
@@ -55,32 +55,58 @@ def changing(
     Args:
         program: a closed jaxpr, traced with `num_rows` rows.
         num_rows: its number of rows.
-        other_rows: another one.
-        with_other_rows: traces the program with that one. It is called only if there are constants
-            to compare, besides the number of rows itself: a large model takes seconds.
+        pairs: two numbers of rows each, between which constants change or not; a pair counts if the
+            function has the same operations with it as the program has, and the first one that does
+            is looked at alone. `min(len(x), 32)` changes between 16 and 64, and not above 32.
+        with_rows: traces the program with another number of rows. It is called only if there are
+            constants to compare, besides the number of rows itself: a large model takes seconds.
         with_other_towers: traces the program once more, with another number of towers.
 
     Returns:
-        The constants; none if these programs do not have the same operations, or if the function
-        takes no other number of rows.
+        The constants; none if no pair counts.
     """
     numbers = _numbers(program)
-    if all(_is_plain(number) or abs(number) in (num_rows, 1 / num_rows) for _, number in numbers):
+    names, here = [name for name, _ in numbers], [number for _, number in numbers]
+    is_own = [abs(number) in (num_rows, 1 / num_rows) for number in here]
+    if all(own or _is_plain(number) for number, own in zip(here, is_own, strict=True)):
         return Changing()
-    try:
-        others = _numbers(with_other_rows())
-        again = numbers if others == numbers else _numbers(with_other_towers())
-    except Exception:  # of the user's function: it may need a fixed number of rows
-        return Changing()
-    names, *more = ([name for name, _ in found] for found in (numbers, others, again))
-    if any(found != names for found in more):
-        return Changing()
+
+    def like(other: Any) -> list[float] | None:
+        """Another program's numbers, but for that of its rows; None if its operations differ."""
+        found = _numbers(other)
+        if [name for name, _ in found] != names:
+            return None
+        pairs = zip(here, found, is_own, strict=True)
+        return [number if own else other for number, (_, other), own in pairs]
+
+    at = lambda rows: here if rows == num_rows else like(with_rows(rows))
+    for few, many in pairs:
+        try:
+            ones = at(few)
+            if ones == here and few != num_rows:
+                return Changing()
+            twos = at(many)
+            again = here if ones == twos else like(with_other_towers())
+        except Exception:  # of the user's function: it may need a fixed number of rows
+            continue
+        if ones is not None and twos is not None and again is not None:
+            changes = [x for *x, same in zip(here, ones, twos, again, strict=True) if x[0] == same]
+            return _sorted(changes, many / few)
+    return Changing()
+
+
+def _sorted(changes: Iterable[Sequence[float]], factor: float) -> Changing:
+    """Sorts constants by how they change.
+
+    Args:
+        changes: a constant; what it is with few and with many rows.
+        factor: how many times more rows these are.
+    """
     sorts: tuple[set[float], ...] = set(), set(), set()
-    factors = other_rows / num_rows, num_rows / other_rows
-    for (_, one), (_, two), same in zip(numbers, others, again, strict=True):
-        if one != two and one == same[1]:
-            are_near = [abs(two - one * factor) < 1e-6 * abs(two) for factor in factors]
-            sorts[[*are_near, True].index(True)].add(one)
+    for here, one, two in changes:
+        if one != two:
+            are_near = [abs(two - one * by) < 1e-6 * abs(two) for by in (factor, 1 / factor)]
+            sorts[[*are_near, True].index(True)].add(here)
     return Changing(*map(frozenset, sorts))
 
 

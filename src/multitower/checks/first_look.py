@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from multitower.checks.changing import Changing, changing
+from multitower.checks.changing import changing
 from multitower.checks.copies import writes_in
 from multitower.checks.equations import shapes_of_constants
 from multitower.checks.problems import (
@@ -309,16 +309,15 @@ def read_tower(
         Flow(is_steady=True, apart=axes_apart(jnp.shape(leaf))) for leaf in jax.tree.leaves(others)
     ]
     try:
-        made = Changing()
-        if not most or other_prime <= most:
-            other_rows = times * other_prime
-            made = changing(
-                program,
-                num_rows,
-                other_rows,
-                lambda: trace(other_rows, num_towers)[0],
-                lambda: trace(num_rows, num_towers + 1)[0],
-            )
+        tower_and_batch, near = (real_rows, rows[0].shape[0]), (num_rows, times * other_prime)
+        pairs = [tower_and_batch] if 0 < real_rows < rows[0].shape[0] else []
+        made = changing(
+            program,
+            num_rows,
+            [*pairs, near] if not most or other_prime <= most else pairs,
+            lambda num_rows: trace(num_rows, num_towers)[0],
+            lambda: trace(num_rows, num_towers + 1)[0],
+        )
         numbers = {"batch_rows": batch_rows, "num_towers": num_towers, "real_rows": real_rows}
         reading = read(program, flows, num_rows, made=made, **numbers)
         if times > 1:

@@ -1,6 +1,7 @@
 """What the results of a tower's program show: which of them depend on how rows are cut."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -79,6 +80,7 @@ class Results(NamedTuple):
     leaves: list[_Result]
     known_lines: set[str]
     num_rows: int
+    counts: Set[float] = frozenset()
     written: Sequence[tuple[str, str | None]] = ()
     of_weights: Sequence[str] = ()
 
@@ -111,7 +113,9 @@ class Results(NamedTuple):
             before, known = known, {line_at(root) for roots in found for root in roots}
             if known == before:
                 break
-        return cls(leaves, known, num_rows, written, of_weights)
+        own = num_rows, 1 / num_rows, float(np.float32(1 / num_rows))
+        counts = frozenset(itertools.chain(own, *reading.made))
+        return cls(leaves, known, num_rows, counts, written, of_weights)
 
     def has_state_by_row(self) -> bool:
         """Whether a state has one entry per row: a short queue, if it was read with many rows."""
@@ -161,8 +165,9 @@ class Results(NamedTuple):
         return None if one.kind == "loss" and terms and all(terms) else one.flow.counted
 
     def _is_count(self, one: _Result) -> bool:
-        """Whether it is the number of rows itself."""
-        return one.ndim == 0 and one.flow.value == self.num_rows
+        """Whether it is the number of rows itself, or a number that is made of it alone."""
+        value = one.flow.value
+        return one.ndim == 0 and value is not None and float(np.real(value)) in self.counts
 
     def statistics(self, num_towers: int) -> list[Problem]:
         """A problem for each result that depends on statistics of a tower's rows."""

@@ -160,6 +160,10 @@ def quantized(x, size, most=7):
         lambda w, x: quantized(x @ w, w[0]),
         lambda w, x: jnp.tanh(x @ w * len(x)) / len(x),
         lambda w, x: jnp.clip(x @ w / len(x), -1, 1) * len(x),
+        lambda w, x: losses(w, x) + (w**2).sum() / (1000 // len(x)),
+        lambda w, x: losses(w, x) + (w**2).sum() / min(len(x), 6),
+        lambda w, x: losses(w, x) * jnp.minimum(len(x) / 6, 1),
+        lambda w, x: losses(w, x if len(x) > 100 else -x) * 0.99 ** len(x),
     ],
     ids=[
         "root",
@@ -180,12 +184,35 @@ def quantized(x, size, most=7):
         "taken twice",
         "tanh between",
         "limits between",
+        "number of batches",
+        "six at most",
+        "six at most by JAX",
+        "other operations",
     ],
 )
 def test_what_is_made_of_the_number_of_rows_is_told(loss):
     # The lie: the root or the logarithm of a tower's number of rows, taken for that of the batch.
     with pytest.warns(mt.MultitowerWarning, match="depends on the number of rows"):
         look_at(mt.grad(loss, devices=2), X)
+
+
+@pytest.mark.parametrize(
+    "number", [float, lambda n: 1 / n, lambda n: n / 1000, lambda n: 0.99**n, np.log]
+)
+def test_a_result_that_is_made_of_the_number_of_rows_alone_is_told(number):
+    # The lie: a weight that the loss also logs is a constant, and has no operation to be told by.
+    loss = lambda w, x: (losses(w, x), {"weight": number(len(x))})
+    with pytest.warns(mt.MultitowerWarning, match="weight.*depends on the number of rows"):
+        look_at(mt.grad(loss, devices=2, has_aux=True), X)
+
+
+@pytest.mark.parametrize(
+    "factor", [lambda n: 1 / min(n, 4), lambda n: 1.0 if n < 100 else 0.123, lambda n: 0.123]
+)
+def test_nothing_is_said_of_what_is_the_same_in_a_tower_and_in_the_batch(factor):
+    """X has eight rows, and a tower four; the look takes hundreds."""
+    loss = lambda w, x: (losses(w, x) * factor(len(x)), {"weight": factor(len(x))})
+    look_at(mt.grad(loss, devices=2, has_aux=True), X)
 
 
 OF_ALL_ROWS = {

@@ -71,6 +71,7 @@ class Reading(NamedTuple):
         counting_rules: where backward rules, or their functions but not they, divide by the number
             of rows, or multiply by it.
         of_one_row: functions of all rows that are called on one row, inside `jax.vmap`, and where.
+        made: the constants of the program that are made of its number of rows.
         unknown: why nothing else is known, if that is so; a warning.
     """
 
@@ -83,6 +84,7 @@ class Reading(NamedTuple):
     backward: Sequence[str] = ()
     counting_rules: Sequence[str] = ()
     of_one_row: Sequence[tuple[str, str]] = ()
+    made: Changing = Changing()
     unknown: str = ""
 
 
@@ -121,7 +123,7 @@ def read(
     outputs = reader.run(program, list(inputs))
     found = reader.draws, reader.counting.baked, reader.tables, reader.taken, reader.unread
     rules = reader.backward, reader.counting_rules
-    return Reading(outputs, *found, *rules, reader.of_one_row)
+    return Reading(outputs, *found, *rules, reader.of_one_row, reader.made)
 
 
 class _Reader:
