@@ -59,7 +59,8 @@ def changing(
             function has the same operations with it as the program has, and the first one that does
             is looked at alone. `min(len(x), 32)` changes between 16 and 64, and not above 32.
         with_rows: traces the program with another number of rows. It is called only if there are
-            constants to compare, besides the number of rows itself: a large model takes seconds.
+            constants to compare, besides multiples of the number of rows itself, which most
+            programs have: a large model takes seconds.
         with_other_towers: traces the program once more, with another number of towers.
 
     Returns:
@@ -67,12 +68,12 @@ def changing(
     """
     numbers = _numbers(program)
     names, here = [name for name, _ in numbers], [number for _, number in numbers]
-    is_own = [abs(number) in (num_rows, 1 / num_rows) for number in here]
+    is_own = [number % num_rows == 0 or abs(number) == 1 / num_rows for number in here]
     if all(own or _is_plain(number) for number, own in zip(here, is_own, strict=True)):
         return Changing()
 
     def like(other: Any) -> list[float] | None:
-        """Another program's numbers, but for that of its rows; None if its operations differ."""
+        """Another program's numbers, those of rows left out; None if its operations differ."""
         found = _numbers(other)
         if [name for name, _ in found] != names:
             return None

@@ -34,6 +34,7 @@ from multitower.checks.problems import (
     summed,
     summed_state,
 )
+from multitower.checks.reading.counts import divides
 from multitower.checks.reading.flow import Flow, line_at, operation_at
 from multitower.checks.reading.row_flow import Reading
 
@@ -113,8 +114,7 @@ class Results(NamedTuple):
             before, known = known, {line_at(root) for roots in found for root in roots}
             if known == before:
                 break
-        own = num_rows, 1 / num_rows, float(np.float32(1 / num_rows))
-        counts = frozenset(itertools.chain(own, *reading.made))
+        counts = frozenset(itertools.chain(*reading.made))
         return cls(leaves, known, num_rows, counts, written, of_weights)
 
     def has_state_by_row(self) -> bool:
@@ -165,9 +165,12 @@ class Results(NamedTuple):
         return None if one.kind == "loss" and terms and all(terms) else one.flow.counted
 
     def _is_count(self, one: _Result) -> bool:
-        """Whether it is the number of rows itself, or a number that is made of it alone."""
-        value = one.flow.value
-        return one.ndim == 0 and value is not None and float(np.real(value)) in self.counts
+        """Whether it is the number of rows, or a number that is made of it alone."""
+        if one.ndim or not one.flow.value:
+            return False
+        number = float(np.real(one.flow.value))
+        is_own = any(divides(self.num_rows, x, exact=True) for x in (number, 1 / number))
+        return is_own or number in self.counts
 
     def statistics(self, num_towers: int) -> list[Problem]:
         """A problem for each result that depends on statistics of a tower's rows."""
