@@ -337,10 +337,17 @@ def test_live_memory_is_state_and_gradients(towers, sets):
 
 
 @pytest.mark.parametrize(
-    ("metrics", "scale", "budget"),
-    [(False, 0.5, 3), (True, 0.5, 4), (False, 0.7071, 4), (False, None, 3)],
+    ("losses", "metrics", "budget"),
+    [
+        (lambda w, x: x @ w * 0.5, False, 3),
+        (lambda w, x: x @ w * 0.5, True, 4),
+        (lambda w, x: x @ w * 0.7071, False, 4),
+        (lambda w, x: (x @ w).sum() / len(x), False, 3),
+        (lambda w, x: (x * w).mean() * 0.7071, False, 4),
+    ],
+    ids=["plain number", "metrics", "any number", "mean", "mean of any number"],
 )
-def test_a_loss_is_traced_so_often(metrics, scale, budget):
+def test_a_loss_is_traced_so_often(losses, metrics, budget):
     # For its shapes, for the first look and for the program; where there are metrics without rows,
     # with one row more; and with another number of rows where a constant may be made of that. Not
     # more: tracing a large model takes seconds each time.
@@ -348,8 +355,7 @@ def test_a_loss_is_traced_so_often(metrics, scale, budget):
 
     def loss(w, x):
         traced.append(x.shape)
-        losses = x @ w * scale if scale else (x @ w).sum() / len(x)
-        return (losses, {"scale": jnp.sum(w)}) if metrics else losses
+        return (losses(w, x), {"scale": jnp.sum(w)}) if metrics else losses(w, x)
 
     step = mt.train_step(loss, optax.sgd(0.1), devices=1, towers=2)
     step(step.init(jnp.ones(4)), ROWS)

@@ -46,9 +46,12 @@ def run(
     num_rows: jax.Array,
     *,
     axes: tuple[int | None, ...] = (),
-    inside: bool = False,
 ) -> tuple[Any, Any]:
     """Runs a job on traced or concrete arrays.
+
+    On JAX's default device alone it uses no mesh, unless towers meet: inside the user's `jax.jit`,
+    results on a mesh, even of one device, have another type than the user's arrays, and if they are
+    its next arguments, it would be compiled anew.
 
     Args:
         job: the job.
@@ -59,9 +62,6 @@ def run(
         num_rows: how many of the rows are real, int32, shape ().
         axes: for each leaf of `shared.rest` the axis along which it is split over the devices, None
             if it is whole; `()` if all are whole. Only with one tower on every device.
-        inside: whether this is a part of the user's own program. On one device that needs no mesh,
-            as long as towers do not meet. Results on a mesh, even of one device, have another type
-            than the user's arrays, and if they are its next arguments, it would compile anew.
 
     Returns:
         What `finish` returns, on every device; and the rows of all towers on axis 0, padding
@@ -108,7 +108,7 @@ def run(
         return on_device(first, shared, rows, num_rows, sum_over_devices)
 
     padded = [pad_rows(leaf, size) for leaf in rows]
-    if inside and rounds is None and placement.is_default:
+    if rounds is None and not axes and placement.is_default:
         finished, joined = on_device(jnp.int32(0), shared, padded, num_rows, lambda tree: tree)
     else:
         # check_vma=False: every value is this device's own, so jax.grad inside a tower stays inside

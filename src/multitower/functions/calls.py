@@ -115,7 +115,7 @@ class TowerFunction:
         self._engines: dict[Any, tuple[SameBits | None, SameBits]] = {}
         self._looked_at: dict[Split, str] = {}  # the results in which copies of rows count
         self._programs: dict[Any, Callable[..., Any]] = {}
-        self._inside = jax.jit(functools.partial(self._traced, inside=True), static_argnums=(0, 1))
+        self._jitted = jax.jit(self._traced, static_argnums=(0, 1))
 
     def call(self, call: Call, arguments: Arguments) -> Any:
         """Calls the function with what the user gave."""
@@ -144,7 +144,7 @@ class TowerFunction:
     def _call(self, parts: BatchParts, placement: Placement) -> Any:
         if are_traced((*parts.shared, *parts.rows)):
             refuse_tower_rows(parts.rows)
-            return self._inside(parts.split, (), parts.shared, parts.rows)
+            return self._jitted(parts.split, (), parts.shared, parts.rows)
         if not self._looked_at:
             check_same_call("arguments", [*parts.shared, *parts.rows], placement)
         if self._towers is not None:
@@ -218,13 +218,7 @@ class TowerFunction:
         return program
 
     def _traced(
-        self,
-        split: Split,
-        axes: tuple[int | None, ...],
-        shared: list[Any],
-        rows: list[Any],
-        *,
-        inside: bool = False,
+        self, split: Split, axes: tuple[int | None, ...], shared: list[Any], rows: list[Any]
     ) -> Any:
         placement = self.placement()
         num_rows = rows[0].shape[0]
@@ -233,7 +227,7 @@ class TowerFunction:
         job = self._kind.job(split, tower_rows, ragged)
         before = self._weights_job(split, shared, rows, tower_rows)
         run = lambda job, shared, axes: spmd.run(
-            job, placement, Shared((), shared), rows, jnp.int32(num_rows), axes=axes, inside=inside
+            job, placement, Shared((), shared), rows, jnp.int32(num_rows), axes=axes
         )
         if before is not None:
             weights = run(before, shared, axes)[0]
