@@ -21,7 +21,7 @@ from multitower.engines.tracing import trace
 from multitower.errors import ArgumentError
 from multitower.planning.layouts import PlannedLayout, Room, make_layout
 from multitower.planning.memory import Memory, Spread, exchange_bytes
-from multitower.planning.programs import Programs, memory_of, working_bytes
+from multitower.planning.programs import Programs, working_bytes
 from multitower.planning.shapes import Planned, StateBytes, num_bytes
 from multitower.planning.traffic import Traffic, with_towers
 from multitower.steps.local.job import LocalJob, MeetingJob
@@ -176,7 +176,7 @@ def _compile_meeting(given: Planned, programs: Programs) -> MeetingBytes:
     (go_on,) = compile_for_each(job.go_on, arguments, device, donate=(0,))
     return MeetingBytes(
         tuple(map(num_bytes, packed.buffers)),
-        memory_of(moved).temp_size_in_bytes,
+        moved.memory_analysis().temp_size_in_bytes,
         working_bytes(meet),
         working_bytes(go_on) + num_bytes(averaged),
     )

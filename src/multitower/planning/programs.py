@@ -190,7 +190,7 @@ class Programs:
         if traced.meets is not None:
             return TowerProgram(buffers, reduced, 0, traced.meets)
         (compiled,) = compile_for_each(traced.tower, arguments, self.local[:1])
-        return TowerProgram(buffers, reduced, memory_of(compiled).temp_size_in_bytes, None)
+        return TowerProgram(buffers, reduced, compiled.memory_analysis().temp_size_in_bytes, None)
 
     def _compile_fast(self, tower_rows: int, several: bool) -> int:
         """Compiles for two devices if `several`, since the exchange takes memory, too."""
@@ -233,12 +233,7 @@ def _reduced(leaves: Sequence[Any]) -> tuple[int, ...]:
     return (*large, *map(num_bytes, small.buffers))
 
 
-def memory_of(compiled: Any) -> Any:
-    """The compiler's memory analysis of a program."""
-    return compiled.memory_analysis()
-
-
 def working_bytes(compiled: Any) -> int:
     """Bytes that a program needs beside its arguments: temporaries, and results not aliased."""
-    found = memory_of(compiled)
+    found = compiled.memory_analysis()
     return found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes

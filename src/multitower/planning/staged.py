@@ -14,7 +14,7 @@ import numpy as np
 from multitower.errors import ArgumentError
 from multitower.planning.layouts import PlannedLayout, Room, make_layout
 from multitower.planning.memory import Memory, Spread
-from multitower.planning.programs import Programs, memory_of
+from multitower.planning.programs import Programs
 from multitower.planning.shapes import Planned, num_bytes
 from multitower.planning.traffic import Traffic
 from multitower.stages.chain import Chain, shapes_of
@@ -157,7 +157,7 @@ def _stage(
         num_bytes(sums),
         sum(n * bytes_of([x]) for n, x in zip(users, stage.answered, strict=True)),
         num_bytes(answers),
-        max(memory_of(one).temp_size_in_bytes for one in both),
+        max(one.memory_analysis().temp_size_in_bytes for one in both),
         (bytes_of(number for number, _ in forward), len(forward) + len(answers)),
     )
 

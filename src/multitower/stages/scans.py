@@ -1,7 +1,7 @@
 """Scans over stacked layers, split by their length: each part is a scan over some of the layers."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -40,7 +40,8 @@ def split_scans(program: Program, avals: Sequence[Any], num_parts: int) -> Progr
             known.update(zip(step.outputs, results, strict=True))
         return values_of(program.outputs, known)
 
-    return _read_again(run, avals)
+    again = jax.make_jaxpr(run)(*map(shape_of, avals))
+    return open_calls(again, lambda equation: equation.primitive.name == "jit")
 
 
 def _bounds(program: Program, num_parts: int) -> dict[int, list[int]]:
@@ -90,8 +91,3 @@ def _in_parts(equation: Any, given: Sequence[Any], bounds: Sequence[int]) -> lis
         )
     pieces = zip(*(found[first] for first, _ in parts), strict=True)
     return [*carry, *(jnp.concatenate(piece) for piece in pieces)]
-
-
-def _read_again(run: Callable[..., list[Any]], avals: Sequence[Any]) -> Program:
-    program = jax.make_jaxpr(run)(*map(shape_of, avals))
-    return open_calls(program, lambda equation: equation.primitive.name == "jit")

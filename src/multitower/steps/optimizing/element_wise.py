@@ -64,7 +64,6 @@ def is_element_wise(
             which some leaves are smaller. Leaves of the same size may be treated in any way. By
             default every leaf is flattened and cut in halves.
     """
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     state, treedef = jax.tree.flatten(jax.eval_shape(optimizer.init, params))
     for part in pieces or [BlockLayout.of(params, 2).shapes_of_block()]:
         of_params = _differ(jax.tree.leaves(params), jax.tree.leaves(part)) if pieces else None
