@@ -77,8 +77,8 @@ def changing(
         found = _numbers(other)
         if [name for name, _ in found] != names:
             return None
-        pairs = zip(here, found, is_own, strict=True)
-        return [number if own else other for number, (_, other), own in pairs]
+        each = zip(here, found, is_own, strict=True)
+        return [number if own else other for number, (_, other), own in each]
 
     at = lambda rows: here if rows == num_rows else like(with_rows(rows))
     for few, many in pairs:

@@ -166,9 +166,9 @@ class Results(NamedTuple):
 
     def _is_count(self, one: _Result) -> bool:
         """Whether it is the number of rows, or a number that is made of it alone."""
-        if one.ndim or not one.flow.value:
+        number = 0.0 if one.ndim or one.flow.value is None else float(np.real(one.flow.value))
+        if not number:
             return False
-        number = float(np.real(one.flow.value))
         is_own = any(divides(self.num_rows, x, exact=True) for x in (number, 1 / number))
         return is_own or number in self.counts
 
