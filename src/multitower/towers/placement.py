@@ -86,7 +86,8 @@ class Placement:
     @property
     def is_default(self) -> bool:
         """Whether it is one device, on which JAX puts everything anyway."""
-        default = jax.config.jax_default_device or jax.local_devices()[0]
+        # getattr: the types of JAX 0.10 do not know it.
+        default = getattr(jax.config, "jax_default_device", None) or jax.local_devices()[0]
         return self.devices == (default,)
 
     @functools.cached_property
