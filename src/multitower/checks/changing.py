@@ -1,7 +1,7 @@
 """Changing numbers: which constants of a program are made of its number of rows.
 
 `0.99 ** len(x)` is one constant in a program for 211 rows and another in one for 223. A single
-program does not show where its numbers come from, so two are compared.
+program does not show where its numbers come from, so it is compared with others.
 """
 
 from collections.abc import Callable, Iterable, Sequence
