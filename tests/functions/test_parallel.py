@@ -370,6 +370,13 @@ def test_a_python_number_takes_the_dtype_of_the_rows(devices):
     assert product(rows, weak).dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_rows_of_python_numbers_take_the_dtype_of_others_in_the_fast_way(devices):
+    """Lie: inside, they are float32, as if they had been made so."""
+    product = mt.make_parallel(lambda x, y: x * y, devices=devices)
+    assert jax.jit(product)(jnp.ones(12, jnp.bfloat16), jnp.full(12, 0.1)).dtype == jnp.bfloat16
+
+
 def test_calls_of_the_same_shape_compile_once():
     """Lie: a function that is compiled again at every call."""
     traces = []
